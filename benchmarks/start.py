@@ -24,7 +24,7 @@ from benchmarks.report import Effort, Section, Table, quartiles, spread
 from strategies import RPCSequentialStrategy
 
 ROUNDS, WIDTH, LAYERS, ROWS, STEPS, LATER = 5, 8, 4, 8, 4, 3
-KINDS = ("first fit", "second fit, at once", "later fit", "restart in the first fit", "restart in the second fit")
+KINDS = ("first fit", "second fit, at once", "later fit", "repair in the first fit", "repair in the second fit")
 
 
 class Tiny(LightningModule):
@@ -96,7 +96,7 @@ class Script:
     def pipeline(self) -> float:
         return fitted(stages=2)
 
-    def restarted(self) -> float:
+    def repaired(self) -> float:
         return fitted(stages=2, lose_worker_at=STEPS // 2)
 
     def close(self) -> None:
@@ -110,8 +110,8 @@ def main(effort: Effort) -> Section:
     for _ in range(rounds):
         one = ContestantProcesses(Script)
         alone["first fit"] += one.call("one_process")
-        for kind in ("restart in the first fit", "restart in the second fit"):
-            pipeline[kind] += one.call("restarted")
+        for kind in ("repair in the first fit", "repair in the second fit"):
+            pipeline[kind] += one.call("repaired")
             alone[kind] += one.call("one_process")
         one.end()
         other = ContestantProcesses(Script)
@@ -130,9 +130,9 @@ def main(effort: Effort) -> Section:
     section = Section(
         "Start",
         f"{LAYERS} linear layers of width {WIDTH}, Adam, two processes with one thread each: milliseconds from the "
-        "call of `fit` to the first batch; for a restart, from the kill of the worker to the next batch. Each fit has "
-        f"a new strategy object. {rounds} rounds with new processes, which have imported torch and Lightning; {later} "
-        "later fits a round.",
+        "call of `fit` to the first batch; for a repair, from the kill of the worker in a step to the next batch. Each "
+        f"fit has a new strategy object. {rounds} rounds with new processes, which have imported torch and Lightning; "
+        f"{later} later fits a round.",
         tables=[Table(["", "pipeline, ms", "one process, ms", "beyond one process", "quartiles"], rows)],
         notes=["The first fit waits until a fork server has imported torch."],
     )

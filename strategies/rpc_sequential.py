@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,11 @@ from strategies.checkpoint.stages import StageStates
 from strategies.checkpoint.store import load_sharded, local_path, read_tensors
 from strategies.checkpoint.validate import DescribeStage, check_fit, no_stage, stages_by_name
 from strategies.checkpoint.writer import snapshot
-from strategies.common.errors import WorkerLost
 from strategies.common.names import did_you_mean
 from strategies.common.torch_compat import BatchNorm, default_group
 from strategies.common.transformers_compat import lazy_safetensors, switch_off_cache, switch_off_recomputation
 from strategies.common.trees import flat, with_tensors
-from strategies.launch.rounds import shared_store
+from strategies.launch.rounds import Rounds, shared_store
 from strategies.launch.workers import fork_server, share_of_threads
 from strategies.lightning import checks
 from strategies.lightning.checkpoints import AtomicCheckpointIO
@@ -44,7 +43,6 @@ from strategies.lightning.compat import (
 from strategies.lightning.hooks import (
     Undo,
     after_backward,
-    before_batches,
     collect_logs,
     follow_optimizers,
     follow_precision,
@@ -54,15 +52,11 @@ from strategies.lightning.hooks import (
 )
 from strategies.lightning.launch.rank_launcher import RanksLauncher
 from strategies.lightning.launch.replicas import ReplicatedStrategy
-from strategies.lightning.launch.restarts import Restarts
-from strategies.lightning.launch.script_launcher import ScriptLauncher
 from strategies.lightning.loss_weights import LossWeights, has_own_weights
 from strategies.lightning.moving_layers import check_movable, moves
 from strategies.lightning.partitioning import BALANCE_MODES, find_balance, find_module, find_path, is_reversed
 from strategies.lightning.per_microbatch import TrainingStepPerMicrobatch, num_gradient_sets
 from strategies.lightning.profiler import ProfiledStages
-from strategies.lightning.recovery.steps import Recovery, StepRecovery
-from strategies.lightning.recovery.together import Together, gather_within, gathering_after
 from strategies.lightning.search_settings import DEFAULT_MICROBATCHES, SearchSettings, fits, with_schedule
 from strategies.lightning.summary import show_stages
 from strategies.lightning.weight_averaging import average_on_stages, find_copies
@@ -75,6 +69,7 @@ from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.partition.memory import DevicePlacement, check_memory
 from strategies.pipeline.partition.sequential import Pipelined, check_balance, cut
+from strategies.pipeline.recovery.repairs import Repair
 from strategies.pipeline.schedule.planned import PlannedSchedule
 from strategies.pipeline.stage.layers import Seeds
 from strategies.pipeline.state.remote_tensor import RemoteParameter
@@ -90,8 +85,6 @@ from strategies.sharding.states import gather_state_dict
 if TYPE_CHECKING:
     from strategies.planning.plan import PlanTable
     from strategies.planning.rebalancing import Rebalancing
-
-R = TypeVar("R")
 
 
 class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
@@ -205,17 +198,13 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             ``python -m strategies.checkpoint.consolidate`` turns it into one file.
         async_save: If ``True``, training goes on while a checkpoint is written from a copy in host memory. Default:
             ``False``.
-        max_restarts: How often one ``fit`` may resume from its last checkpoint, with new workers, after a worker has
-            died or hung. Only on one host; see ``docs/lost_workers.md``. Default: 0.
-        snapshot_every_n_steps: After this number of optimizer steps, every process copies its part of the model and of
-            the optimizer states into memory that outlives it. When a worker has died or hung, all go back to the last
-            copy and run the steps since then again, with the results of an undisturbed run. ``max_restarts`` counts
-            only losses that cannot be repaired in this way. With several replicas, all of them go back together. Only
-            for one host, on CPUs and Linux; see ``docs/lost_workers.md``. Default: 0, no copies.
-        spare_workers: Under torchrun and SLURM, how many processes each rank with a worker keeps ready, with torch
-            imported, to take over from a worker that is lost. They make a loss cost less time, and take memory; see
-            ``docs/lost_workers.md``. For ``max_restarts`` and ``snapshot_every_n_steps``. Workers that the strategy
-            starts itself are forks of such a process anyway. Default: 0.
+        max_restarts: How many lost workers one ``fit``, ``validate``, ``test`` or ``predict`` may repair. When a worker
+            has died or hung, new workers take over from the last snapshot, and the driver sends them again what it has
+            sent since then. The script runs on, with the results of an undisturbed run. For pipelines on CPUs of one
+            host under Linux; see ``docs/lost_workers.md``. Default: 0, one error ends the run.
+        snapshot_every_n_steps: With ``max_restarts``, the number of optimizer steps after which every process copies
+            its part of the model and of the optimizer states into memory that outlives it. After a loss, workers
+            compute again what came after the last copy. Default: 1.
         rebalance: ``"auto"``: at the end of each training epoch, or every ``rebalance_every_n_steps``, layers may move
             to other stages. They move if recorded steps predict that this saves ``rebalance_threshold`` of the time of
             the passes, such as when the process of a stage has become slow. Losses and weights are those of a run
@@ -260,8 +249,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         state_dict_type: str = "full",
         async_save: bool = False,
         max_restarts: int = 0,
-        snapshot_every_n_steps: int = 0,
-        spare_workers: int = 0,
+        snapshot_every_n_steps: int = 1,
         rebalance: Literal["auto"] | None = None,
         rebalance_every_n_steps: int | None = None,
         rebalance_threshold: float | None = None,
@@ -295,9 +283,8 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             from strategies.planning.rebalancing import rebalancing_of
 
             self._rebalancing = rebalancing_of(*given, self._settings)
-        checks.check_counts(data_parallel_size, shard_optimizer_states, max_restarts)
-        checks.check_snapshot_setting(snapshot_every_n_steps)
-        checks.check_spare_workers(spare_workers, max_restarts, snapshot_every_n_steps)
+        checks.check_replicas(data_parallel_size, shard_optimizer_states)
+        self._recovery = checks.checked_recovery(max_restarts, snapshot_every_n_steps)
         checks.check_state_dict_type(state_dict_type, checkpoint_io)
         parallel = (accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         super().__init__(data_parallel_size, *parallel)
@@ -314,17 +301,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         self._stage_states: StageStates | None = None
         self._per_microbatch: TrainingStepPerMicrobatch | None = None
         self._divides_states, self._gathers_on_end = shard_optimizer_states, gather_on_end
-        self._max_restarts = max_restarts
-        self._restarts: Restarts | None = None
-        if max_restarts:
-            several = (self._agree_on_checkpoint, self.broadcast) if data_parallel_size > 1 else ()
-            self._restarts = Restarts(max_restarts, self._settle_writer, self._abandon, *several)
-        self._meet: Callable[[], None] | None = None  # waits for the other replicas before a collective operation
-        self._together: Together | None = None  # the drivers of other replicas, while steps can be lost and repaired
-        self._snapshot_every_n_steps, self._spare_workers = snapshot_every_n_steps, spare_workers
-        self._recovery: StepRecovery | None = None
-        self._collect_again: Callable[[], None] | None = None
-        """Collects once more, from new workers, what has been collected for a checkpoint that is not written yet."""
+        self._repairs: Sequence[Repair] = ()
         if rebalance is not None:
             gathers = gather_on_end is not False
             check_movable(
@@ -406,7 +383,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             trainer.num_nodes,
             self._loss_weight,
             [name for name in ("max_microbatches", "memory_limit_bytes") if getattr(self._choices, name) is not None],
-            NUM_SLOTS if self._snapshot_every_n_steps else 0,
+            NUM_SLOTS if self._recovery is not None else 0,
             self._gathers_on_end,
         )
         return plan_table(trainer, model, data, options, choices)
@@ -431,27 +408,14 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         if fitting and self._rebalancing is not None:
             self._check_can_rebalance("rebalance='auto'")
             self._rebalancing.begin()
-        if fitting and self._spare_workers and self.world is None and len(self.devices) > 1:
-            checks.warn_of_spare_workers(self._spare_workers)
-        if fitting and len(self.devices) == 1:
-            checks.warn_without_workers(
-                max_restarts=self._max_restarts,
-                snapshot_every_n_steps=self._snapshot_every_n_steps,
-                spare_workers=self._spare_workers,
-            )
-        elif fitting and self._snapshot_every_n_steps:
-            checks.check_snapshot_run(
-                self._snapshot_every_n_steps,
-                model,
-                devices=self.devices,
-                num_hosts=self.num_nodes,
-            )
+        if self._recovery is not None:
+            checks.check_repairs_of_run(trainer, num_stages=len(self.devices))
         balance = self._prepare_model(model, module, fitting)
         self._start_fork_server()
         optimizers = self._prepare_optimizers(trainer, fitting)
         self._seeds = self._seeds or Seeds.ahead_of_the_process()
-        if fitting and self._restarts is not None:
-            self._restarts.model_is_whole(model, optimizers)
+        replicas = self.replicas(self._settings.patience_seconds, divide_states=self._divides_states and fitting)
+        recovery = self._recovery if len(self.devices) > 1 else None
         with checks.as_misconfiguration():
             pipeline = self._pipeline = Pipeline(
                 module,
@@ -461,7 +425,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
                 optimizers=optimizers,
                 model=model,
                 seeds=self._seeds,
-                replicas=self.replicas(self._settings.patience_seconds, divide_states=self._divides_states and fitting),
+                replicas=replicas,
                 world=self.world,
                 copies=find_copies(trainer, module, self._module_path),
                 skips_infinite_steps=scaler_of(self.precision_plugin) is not None,
@@ -469,10 +433,22 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
                 is_reversed=self._is_reversed,
                 construction=self._construction,
                 gathers_on_end=self._gathers,
+                recovery=recovery,
+                together=self._rounds() if recovery is not None and self.is_distributed else None,
             )
+            self._repairs = pipeline.repairs
             self._check_memory(pipeline)
             pipeline.start()
         self._connect(trainer, pipeline, model, balance)
+
+    def _rounds(self) -> Callable[[], Rounds]:
+        """Return a function that connects to what the drivers of all replicas agree on when they repair a lost worker.
+
+        Raises:
+            ValueError: If the default process group has no TCP store.
+        """
+        connect, seconds = shared_store(f"relay {self._rendezvous}"), self._settings.patience_seconds
+        return lambda: Rounds(connect(), self.global_rank, self.world_size, seconds)
 
     def _check_memory(self, pipeline: Pipeline) -> None:
         """Check that every stage fits into memory, as long as all layers are in this process.
@@ -487,7 +463,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             optimizers,
             num_shares=self.world_size if self._divides_states else 1,
             gradient_sets=num_gradient_sets(model.trainer, model, optimizers) if self._settings.interleaves else 1,
-            num_snapshots=NUM_SLOTS if optimizers and self._snapshot_every_n_steps and len(self.devices) > 1 else 0,
+            num_snapshots=NUM_SLOTS if self._recovery is not None and len(self.devices) > 1 else 0,
             communicators=pipeline.num_communicators,
         )
 
@@ -596,8 +572,6 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
                 return planned.balance
         num_chunks = len(self._stage_of_chunk)
         kept = self._rebalanced
-        if self._restarts is not None and self._restarts.is_restart and isinstance(self.balance, list):
-            kept = self.balance  # times measured anew may give another one
         if kept is not None and len(kept) == num_chunks and sum(kept) == len(module):
             return kept
         if settings.is_auto and given is not None and len(given) != num_chunks:
@@ -671,76 +645,6 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         self._undo += follow_precision(self.precision_plugin, operations_over_stages(pipeline.optimizers))
         self._undo += self._stage_states.check_before_loading()
         self._undo += average_on_stages(trainer, pipeline.reading_late)
-        if trainer.state.fn == TrainerFn.FITTING and len(self.devices) > 1:
-            self._connect_replicas(trainer, pipeline, model)
-        if trainer.state.fn == TrainerFn.FITTING and self._snapshot_every_n_steps and len(self.devices) > 1:
-            self._recovery = self._following_steps(trainer, pipeline, model)
-
-    def _following_steps(self, trainer: Trainer, pipeline: Pipeline, model: LightningModule) -> StepRecovery:
-        """Make snapshots from now on, and recover from the loss of a worker within a step, until ``teardown``."""
-        assert self._seeds is not None
-        steps = self._per_microbatch
-        weights = steps.loss_weights if steps is not None else None
-        recovery = StepRecovery(
-            self._snapshot_every_n_steps,
-            trainer,
-            model,
-            pipeline,
-            seeds=self._seeds,
-            others={} if weights is None else {"loss_weights": weights},
-            is_collecting=(lambda: False) if steps is None else (lambda: steps.collector() is not None),
-            finish_saving=lambda: self._writer.wait(),
-            recovered=self._forget_step,
-            together=self._together,
-        )
-        self._undo += recovery.follow()
-        if self._together is not None:
-            self._meet = recovery.meet
-        return recovery
-
-    def _connect_replicas(self, trainer: Trainer, pipeline: Pipeline, model: LightningModule) -> None:
-        """Recover from lost workers together with the other replicas, until ``teardown``."""
-        if not (self.is_distributed and (self._snapshot_every_n_steps or self._restarts is not None)):
-            return
-        with checks.as_misconfiguration():
-            connect = shared_store(f"relay {self._rendezvous}")
-        together = self._together = Together(
-            connect,
-            self.global_rank,
-            self.world_size,
-            self._settings.patience_seconds,
-            pipeline,
-            always=not self._snapshot_every_n_steps,
-        )
-        self._undo.append(self._leave_replicas)
-        self._meet = together.pass_gate
-        self._undo += gather_within(model, gathering_after(self._before_collective))
-        self._undo.append(before_batches(trainer, self._before_collective))
-
-    def _before_collective(self) -> None:
-        if self._meet is not None:
-            self._meet()
-
-    def _leave_replicas(self) -> None:
-        together, self._together, self._meet = self._together, None, None
-        if together is not None:
-            together.end()
-
-    def _agree_on_checkpoint(self, error: WorkerLost, numbers: Sequence[int]) -> int | None:
-        """Return the number of the checkpoint from which all replicas start again."""
-        if self._together is None:
-            raise error
-        return self._together.agree_on_checkpoint(error, numbers)
-
-    def _forget_step(self) -> None:
-        """All stages have gone back to a snapshot: forget what was read or recorded of them."""
-        states = self._stage_states
-        if states is not None:
-            if states.has_gathered and self._collect_again is None:  # else another loss has interrupted it
-                self._collect_again = states.collecting_again()
-            states.forget()
-        if self._rebalancing is not None:
-            self._rebalancing.begin()
 
     def _recompute_once(self, module: Pipelined) -> list[Undo]:
         """Switch off gradient checkpointing of a Hugging Face model's blocks if the stages recompute them."""
@@ -756,22 +660,10 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        if self._restarts is not None:
-            checks.check_restarts(self.num_nodes)
-        if self.world is not None:
-            has_snapshots = self._snapshot_every_n_steps > 0 and self.num_nodes == 1  # else fit refuses them
-            if self._restarts is not None or has_snapshots:
-                self._launcher = RanksLauncher(self.world, self._restarts, num_spares=self._spare_workers)
-        elif self._restarts is not None:
-            if isinstance(self._launcher, ScriptLauncher):
-                self._launcher.inner = self._restarts
-            else:
-                self._launcher = self._restarts
-
-    def on_train_start(self) -> None:
-        """Write the first checkpoint from which a run can be restarted."""
-        if self._restarts is not None and self.lightning_module is not None:
-            self._restarts.training_begins(self.lightning_module.trainer)
+        if self._recovery is not None:
+            checks.check_repairs(devices=self.parallel_devices or (), num_hosts=self.num_nodes)
+            if self.world is not None:
+                self._launcher = RanksLauncher(self.world, replace_workers=True)
 
     def rebalance(self, balance: Sequence[int]) -> None:
         """Move layers, with their optimizer states and gradients, so that stages have other numbers of layers.
@@ -801,7 +693,6 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             before = pipeline.balance
             if numbers == before:
                 return
-            self.replace_lost_workers()
             self._writer.settle()  # stages may be writing
             if self._stage_states is not None:
                 self._stage_states.forget()
@@ -820,8 +711,6 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         if rebalancing is None or model is None or len(self.devices) < 2:
             return
         pipeline = self._running()
-        if rebalancing.has_recorded:
-            self.replace_lost_workers()  # a worker may be lost that has not handed its records over
         found = rebalancing.before_batch(pipeline, model.current_epoch)
         if found is not None:
             names = [*(f"stage {i}" for i in range(len(self.devices) - 1)), "the driver"]
@@ -838,41 +727,19 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         )
 
     def on_validation_start(self) -> None:
-        """Stop recording the last batch, and wait for the last step if a lost worker can be replaced."""
+        """Stop recording the last batch."""
         if self._rebalancing is not None:
             self._rebalancing.stop()
-        self._settle_together()
 
     def on_train_end(self) -> None:
-        """Stop recording the last batch, and wait for the last step if a lost worker can be replaced."""
+        """Stop recording the last batch."""
         if self._rebalancing is not None:
             self._rebalancing.stop()
-        self._settle_together()
-        if self._recovery is None and self._together is not None:
-            self._running().wait()  # a replica that has left cannot start again with the others
-            self._before_collective()
-
-    def _settle_together(self) -> None:
-        """Do what :meth:`replace_lost_workers` does, where all replicas come by."""
-        if self._recovery is not None and not self._has_failed():
-            self._recovery.settle(together=True)
 
     @property
-    def recoveries(self) -> Sequence[Recovery]:
-        """The losses of workers after which this run went on from a snapshot (``snapshot_every_n_steps``)."""
-        return self._recovery.recoveries if self._recovery is not None else ()
-
-    def replace_lost_workers(self) -> None:
-        """With ``snapshot_every_n_steps``, wait until every stage has done all steps, and replace lost workers.
-
-        For code that is about to read something of the workers between two steps; without that setting, nothing
-        happens.
-
-        Raises:
-            WorkerLost: If a worker is lost and cannot be replaced.
-        """
-        if self._recovery is not None and not self._has_failed():
-            self._recovery.settle()
+    def repairs(self) -> Sequence[Repair]:
+        """The lost workers that this run has repaired (``max_restarts``), or the last one if none is under way."""
+        return self._repairs
 
     def model_to_device(self) -> None:
         """Move the part of the model that is on the driver to the driver's device."""
@@ -901,8 +768,6 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             batch, *rest = (*args, *kwargs.values())
             with pipeline.step():
                 output = self._per_microbatch(batch, rest)
-        if self._recovery is not None:
-            self._recovery.note()
         return output
 
     def _repeat_training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -917,12 +782,9 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             undo()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run ``validation_step``, within ``fit`` again if a worker is lost and can be replaced."""
-        step = partial(super().validation_step, **kwargs)
-        if self._recovery is not None:
-            return self._recovery.evaluate(step, *args)
+        """Run ``validation_step``."""
         with self._evaluating():
-            return step(*args)
+            return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``test_step``."""
@@ -945,9 +807,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         return cast(list[float], summed.tolist())
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Note the loss; its backward pass runs the backward pass of every stage."""
-        if self._recovery is not None:
-            self._recovery.note_loss(closure_loss)
+        """Do nothing: the backward pass of the loss runs the backward pass of every stage."""
 
     def _after_backward(self) -> None:
         """Average gradients over the replicas, unless more gradients are accumulated first."""
@@ -979,11 +839,10 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
 
         Values of other stages are fetched when they are read or written.
         """
-        self._settle_together()
         if not self.is_global_zero:
             return {}
         states = self._stage_states
-        return super().lightning_module_state_dict() if states is None else self._collected(states.weights)
+        return super().lightning_module_state_dict() if states is None else states.weights()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state dict of an optimizer over all stages, as in one process; on the first replica only."""
@@ -991,29 +850,11 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             return {}
         own = unwrapped(optimizer)
         if self._stage_states is not None and not is_stand_in(own):
-            collect = partial(self._stage_states.optimizer_state, own)
-            # Replicas that divide states collect them together, and none of them can do that again alone.
-            state = collect() if self._divides_states else self._collected(collect)
+            state = self._stage_states.optimizer_state(own)
             return state if self.is_global_zero else {}
         if self._divides_states and not is_stand_in(own) and torch.distributed.is_initialized():  # after fit
             return gather_state_dict(own, default_group())
         return super().optimizer_state(optimizer)
-
-    def _collected(self, collect: Callable[[], R]) -> R:
-        """Collect a part of a checkpoint, or write what has been collected; again if a lost worker can be replaced.
-
-        What has been collected before is collected anew then, under the same references.
-        """
-        if self._recovery is None or self._has_failed():
-            return collect()
-
-        def attempt() -> R:
-            if self._collect_again is not None:
-                self._collect_again()
-                self._collect_again = None
-            return collect()
-
-        return self._recovery.read(attempt)
 
     def _refresh_states(self) -> None:
         if self._stage_states is not None:
@@ -1041,14 +882,10 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         ):
             self._save(partial(self._stage_states.prepare_file, path=path), checkpoint)
         else:
-            self._collected(partial(self._stage_states.gather, checkpoint))
+            self._stage_states.gather(checkpoint)
             super().save_checkpoint(checkpoint, filepath, storage_options)
         if self._stage_states is not None:
             self._stage_states.forget()
-            self._collect_again = None
-        if is_resumable and self._restarts is not None and self.lightning_module is not None:
-            self._before_collective()  # no replica notes a checkpoint that the first one has not written
-            self._restarts.checkpoint_saved(filepath, stops=self.lightning_module.trainer.should_stop)
 
     def _private_tensors(self) -> list[Tensor]:
         return self._stage_states.gathered_tensors() if self._stage_states is not None else []
@@ -1066,9 +903,9 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         if self._writer.in_background:
             self._writer.wait()  # before there is another copy
             copied = snapshot(checkpoint)
-            self._writer.save(self._collected(lambda: prepare(copied, needs_copy=True)))
+            self._writer.save(prepare(copied, needs_copy=True))
         else:
-            self._collected(lambda: self._writer.save(prepare(checkpoint, needs_copy=False)))
+            self._writer.save(prepare(checkpoint, needs_copy=False))
 
     def load_checkpoint(self, checkpoint_path: str | Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint; training that is resumed from it draws the random numbers that would have come next.
@@ -1172,7 +1009,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         self._writer.settle()  # stages may be writing
         if self._rebalancing is not None:
             self._rebalancing.begin()  # an error may have ended a batch that is recorded
-        self._stage_states = self._per_microbatch = self._recovery = self._collect_again = None
+        self._stage_states = self._per_microbatch = None
         undo, self._undo, self._batch_norms = self._undo, [], {}
         pipeline, self._pipeline = self._pipeline, None
         model = self.lightning_module
@@ -1185,7 +1022,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
                     self._profiled.end()
             finally:
                 if pipeline is not None:
-                    pipeline.close()
+                    pipeline.close(is_failing=self._has_failed())
         except Exception as error:
             if not self._has_failed():
                 self._end_writer(is_first=False)
@@ -1194,16 +1031,6 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         finally:
             with without_meta_tensors(model) if model is not None else nullcontext():
                 super().teardown()
-
-    def _settle_writer(self) -> None:
-        self._writer.settle()
-
-    def _abandon(self) -> None:
-        self._writer.settle()
-        self._stage_states = self._recovery = self._collect_again = None
-        pipeline, self._pipeline = self._pipeline, None
-        if pipeline is not None:
-            pipeline.close(gather=False)
 
     def _running(self) -> Pipeline:
         if self._pipeline is None:

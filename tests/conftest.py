@@ -70,11 +70,10 @@ def pytest_collection() -> Iterator[Any]:
 
 _LONGEST = (
     *("test_readme_commands", "test_rank_recovery", "test_launch", "test_parity_schedules", "test_zero"),
-    "test_step_recovery",
+    "test_repair",
     *(
         "test_faults",
         "test_faults_ranks",
-        "test_restarts",
         "test_basics",
         "test_families",
         "test_blocks",

@@ -5,7 +5,7 @@
     next on_train_batch_end  ◀── records ──  scalars, progress bar, picture, trace
 
 The records of a step are taken at the end of the next one: by then every stage has handed them over, so no stage waits.
-What the pipeline is, and when training began, began again, was saved and ended, goes to ``pipeline/events.jsonl``.
+What the pipeline is, and when training began, was repaired, was saved and ended, goes to ``pipeline/events.jsonl``.
 """
 
 import json
@@ -23,6 +23,7 @@ from strategies.lightning.compat import (
     MisconfigurationException,
     TensorBoardLogger,
     Trainer,
+    TrainerFn,
     is_accumulating,
     logged_step,
     rank_zero_info,
@@ -100,11 +101,10 @@ class PipelineMonitor(Callback):
     ``self.log``: training batches over all epochs, of accumulated batches the last one. With several replicas, the
     first one is recorded.
 
-    ``pipeline/events.jsonl`` gets a line for each event: ``start`` and ``restart`` (with balance, layers, schedule and
-    number of micro-batches), ``rebalance`` (the same, after layers have moved), ``imbalance`` (the line),
-    ``checkpoint``, ``recovery`` (after a worker was lost, if ``snapshot_every_n_steps`` replaced it), ``end`` and
-    ``error``, with the time, the epoch and the step. If training begins at step 0, what an earlier run has left in the
-    folder moves to ``pipeline/earlier-1`` and so on.
+    ``pipeline/events.jsonl`` gets a line for each event: ``start`` (with balance, layers, schedule and number of
+    micro-batches), ``rebalance`` (the same, after layers have moved), ``imbalance`` (the line), ``checkpoint``,
+    ``repair`` (of a lost worker, by ``max_restarts``), ``end`` and ``error``, with the time, the epoch and the step. If
+    training begins at step 0, what an earlier run has left in the folder moves to ``pipeline/earlier-1`` and so on.
 
     Args:
         every_n_steps: Record a step in so many.
@@ -116,9 +116,6 @@ class PipelineMonitor(Callback):
         MisconfigurationException: If a number is wrong; in ``fit``, if the strategy is another one than
             ``RPCSequentialStrategy``.
     """
-
-    only_reads = True
-    """It changes nothing in training, so ``snapshot_every_n_steps`` need not look for changes that it has made."""
 
     def __init__(
         self, every_n_steps: int = 50, trace_steps: Sequence[int] = (), dirpath: str | Path | None = None
@@ -141,12 +138,11 @@ class PipelineMonitor(Callback):
         self._use: dict[str, str] = {}
         self._undo: Undo | None = None
         self._draws_pixels = True
-        self._is_training = False  # stays true over a restart, of which callbacks see no end
-        self._notes_checkpoints = False  # until the first batch: before it, restarts write a checkpoint of their own
+        self._is_training = False
         self._balance: list[int] = []
         self._costs = LastSteps(STEPS_TO_ASSESS)
         self._told: dict[tuple[int, ...], _Told] = {}
-        self._num_recoveries = 0
+        self._num_repairs = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check the strategy, before any process is started."""
@@ -162,16 +158,15 @@ class PipelineMonitor(Callback):
         self._folder = Path(self._dirpath or trainer.log_dir or trainer.default_root_dir) / "pipeline"
         if (bar := trainer.progress_bar_callback) is not None:
             self._undo = add_to_progress_bar(bar, lambda: self._use)
-        begins_again, self._is_training, self._notes_checkpoints = self._is_training, True, False
-        if not begins_again and not logged_step(trainer) and trainer.is_global_zero:
+        self._is_training = True
+        if not logged_step(trainer) and trainer.is_global_zero:
             self._put_away()
         pipeline = _pipeline_of(trainer)
         self._balance = pipeline.balance
-        self._note(trainer, "restart" if begins_again else "start", **_described(pipeline))
+        self._note(trainer, "start", **_described(pipeline))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Start to record, if it is this step's turn."""
-        self._notes_checkpoints = True
         number = logged_step(trainer)
         if (number + 1) % self.every_n_steps and number not in self.trace_steps:
             return
@@ -184,7 +179,7 @@ class PipelineMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Report the recorded step before this one, and stop to record this one."""
-        self._note_recoveries(trainer)
+        self._note_repairs(trainer)
         if (pipeline := _pipeline_of(trainer)).balance != self._balance:
             before, self._balance = self._balance, pipeline.balance
             self._note(trainer, "rebalance", before=before, **_described(pipeline))
@@ -199,25 +194,27 @@ class PipelineMonitor(Callback):
         """Report the last recorded step, while its stages still run."""
         if self._waiting is not None:
             self._report(trainer)
-        self._note_recoveries(trainer)
+        self._note_repairs(trainer)
         self._note(trainer, "end")
         self._is_training = False
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Note that a checkpoint is written."""
-        if self._is_training and self._notes_checkpoints:
+        if self._is_training:
             self._note(trainer, "checkpoint")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Note the error with which training ended."""
         if self._is_training:
-            self._note_recoveries(trainer)
+            self._note_repairs(trainer)
             told = str(exception).strip().partition("\n")[0]
             self._note(trainer, "error", error=": ".join(filter(None, (type(exception).__name__, told))))
         self._is_training = False
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forget what has not been reported."""
+        """Note the last repairs, and forget what has not been reported."""
+        if stage == TrainerFn.FITTING and self._folder != Path():
+            self._note_repairs(trainer)
         self._forget()
 
     def _forget(self) -> None:
@@ -225,7 +222,7 @@ class PipelineMonitor(Callback):
         self._use = {}
         self._costs.clear()
         self._told.clear()
-        self._num_recoveries = 0
+        self._num_repairs = 0
         if self._undo is not None:
             self._undo()
             self._undo = None
@@ -234,7 +231,6 @@ class PipelineMonitor(Callback):
         step, self._waiting = self._waiting, None
         assert step is not None
         pipeline = _pipeline_of(trainer)
-        cast(RPCSequentialStrategy, trainer.strategy).replace_lost_workers()  # which may have the records
         if (recorded := step.recording.take()) is None:
             return  # a worker was lost, and its records with it
         rows = self._on_one_clock(pipeline, recorded)
@@ -340,15 +336,13 @@ class PipelineMonitor(Callback):
             for path in left:
                 path.rename(folder / path.name)
 
-    def _note_recoveries(self, trainer: Trainer) -> None:
-        """Note the workers that have been lost and replaced since the last time."""
-        recoveries = cast(RPCSequentialStrategy, trainer.strategy).recoveries
-        for each in recoveries[self._num_recoveries :]:
-            lost = each.lost.partition("\n")[0]
-            seconds = round(each.seconds, 2)
-            facts = {"time": each.time, "lost": lost, "repeated": each.num_repeated, "seconds": seconds}
-            self._note(trainer, "recovery", **facts)
-        self._num_recoveries = len(recoveries)
+    def _note_repairs(self, trainer: Trainer) -> None:
+        """Note the lost workers that have been repaired since the last time."""
+        repairs = cast(RPCSequentialStrategy, trainer.strategy).repairs
+        for each in repairs[self._num_repairs :]:
+            lost, seconds = each.lost.partition("\n")[0], round(each.seconds, 2)
+            self._note(trainer, "repair", time=each.time, lost=lost, seconds=seconds, num_messages=each.num_messages)
+        self._num_repairs = len(repairs)
 
     def _note(self, trainer: Trainer, event: str, **facts: Any) -> None:
         if not trainer.is_global_zero:

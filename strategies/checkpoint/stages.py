@@ -36,7 +36,7 @@ from strategies.common.errors import WorkerLost
 from strategies.common.torch_compat import tree_leaves
 from strategies.common.trees import flat, layouts, with_meta_tensors, with_tensors
 from strategies.optim.restricted import parameters_of, part_of
-from strategies.pipeline.control.client import RemoteStage
+from strategies.pipeline.control.client import RemoteStage, Reply
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.control.parts import Part, PartKind
 from strategies.pipeline.control.shelf import Fetch, beside, in_turn
@@ -94,19 +94,6 @@ class StageStates:
         for optimizer, states in self._states.items():
             now = self._pipeline.optimizers.state_dict(optimizer, shelved_tensors)
             _take_over_shelved(states, _states_elsewhere(optimizer, now))
-
-    def collecting_again(self) -> Callable[[], None]:
-        """Return a function that collects once more what has been collected so far, when others have taken over stages.
-
-        The tensors that were returned before then stand for values of the processes that have taken over.
-        """
-        weights, states = self._weights, dict(self._states)
-
-        def collect() -> None:
-            self._weights, self._states = weights, states
-            self.refresh()
-
-        return collect
 
     def forget(self) -> None:
         """Release what has been collected."""
@@ -185,7 +172,7 @@ class StageStates:
                 ]
             if errors:
                 raise errors[0]
-            writer.finish(metadata, [*(reply.value() for reply in replies), written])
+            writer.finish(metadata, [*(reply.wait() for reply in replies), written])
 
     def load_optimizer_states(self, states: list[dict[str, Any]], shards: Path) -> None:
         """Load the optimizer states of a sharded checkpoint; each stage reads those of its own parameters.
@@ -202,7 +189,7 @@ class StageStates:
             return {k: {"state": part_of(state["state"], numbers(k))} for k, state in enumerate(states)}
 
         replies = [
-            remote.beside(_read_states, shards, layouts(part(numbers.__getitem__)), prefix)
+            remote.beside_logged(_read_states, shards, layouts(part(numbers.__getitem__)), prefix)
             for remote, numbers in zip(self._pipeline.remotes, optimizers.numbers, strict=True)
         ]
         here = [[n for n, p in enumerate(parameters_of(own)) if not p.is_meta] for own in optimizers.optimizers]
@@ -300,14 +287,13 @@ def _read_states(stage: Any, shards: Path, layout: Any, prefix: str) -> None:
     stage.local_value().hosted.held.states_read = {k: own["state"] for k, own in read.items()}
 
 
-def _error_of(remote: RemoteStage, reply: Any, path: Path) -> Exception | None:
+def _error_of(remote: RemoteStage, reply: Reply[Any], path: Path) -> Exception | None:
     """Why a stage has not written its part of a checkpoint; ``None`` if it has."""
     try:
         reply.wait()
     except Exception as error:  # of any kind: from the function, or from RPC if the worker has died
-        cause = remote.cause_of(error)
-        if isinstance(cause, WorkerLost):
-            return cause
+        if isinstance(error, WorkerLost):
+            return error
         what = f"{remote.description}, {remote.process.description}"
         return RuntimeError(f"{what}, could not write its part of the checkpoint {path}: {error}")
     return None

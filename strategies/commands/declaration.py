@@ -30,16 +30,26 @@ class Declaration:
         collective: Whether the command runs once for all callers, when each of them has called it, with the arguments
             of the last one.
         can_wait: Whether the command has no result and is sent with the next one that cannot wait.
+        lasts: Whether a process that takes over is told the same again, because no snapshot has it.
+        only_reads: Whether the command has a result and no effect.
     """
 
     changes_values: bool
     doing: str
     collective: bool
     can_wait: bool
+    lasts: bool
+    only_reads: bool
 
 
 def command(
-    *, changes_values: bool = True, doing: str = "", collective: bool = False, can_wait: bool = False
+    *,
+    changes_values: bool = True,
+    doing: str = "",
+    collective: bool = False,
+    can_wait: bool = False,
+    lasts: bool = False,
+    only_reads: bool = False,
 ) -> Callable[[F], F]:
     """Declare a method of a ``Protocol`` as a command. Classes that implement the ``Protocol`` must define it.
 
@@ -48,10 +58,13 @@ def command(
         doing: What the process reports as its activity while the command runs; empty if the command reports it itself.
         collective: Whether the command runs once for all callers, when each of them has called it.
         can_wait: Whether the command has no result and is sent with the next one that cannot wait.
+        lasts: Whether a process that takes over is told the same again, because no snapshot has it.
+        only_reads: Whether the command has a result and no effect.
     """
 
     def declare(method: F) -> F:
-        vars(method)[_ATTRIBUTE] = Declaration(changes_values, doing, collective, can_wait)
+        changes = changes_values and not only_reads
+        vars(method)[_ATTRIBUTE] = Declaration(changes, doing, collective, can_wait, lasts, only_reads)
         vars(method)["__isabstractmethod__"] = True
         return method
 

@@ -277,13 +277,13 @@ def dismiss(world: World, store: dist.Store) -> None:
     )
 
 
-def become_worker(world: World, number: int = 1, *, num_spares: int | None = None) -> NoReturn:
+def become_worker(world: World, number: int = 1, *, replace: bool = False) -> NoReturn:
     """Replace this process by a worker that serves the sessions of its driver, starting with ``number``.
 
     Args:
         world: This rank and the others.
         number: The number of the first session.
-        num_spares: If given, this process becomes a supervisor instead, with the worker and so many spares as children.
+        replace: Whether this process becomes a supervisor instead, which replaces a worker that is killed.
     """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -291,10 +291,10 @@ def become_worker(world: World, number: int = 1, *, num_spares: int | None = Non
         if int(descriptor.name) > 2:
             _close_on_exec(int(descriptor.name))
     description = json.dumps(asdict(world))
-    if num_spares is None:
-        command = [rank_supervisor.SERVE, description, "session", str(number)]
+    if replace:
+        command = [rank_supervisor.__name__, description, str(number)]
     else:
-        command = [rank_supervisor.__name__, description, str(number), str(num_spares)]
+        command = [rank_supervisor.SERVE, description, "session", str(number)]
     os.execve(sys.executable, [sys.executable, "-m", *command], environment_of_worker(sys.path))
 
 

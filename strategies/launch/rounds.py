@@ -26,10 +26,6 @@ class MemberGone(RuntimeError):
     """Raised if a member has left, or does not arrive in time."""
 
 
-class Disagreement(RuntimeError):
-    """Raised in all members if some restore a snapshot and others a checkpoint; the next round has begun."""
-
-
 def shared_store(key: str) -> Callable[[], dist.Store]:
     """Return a function that connects to the store of torch's default process group.
 
@@ -59,7 +55,7 @@ class Rounds:
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout_seconds: float) -> None:
-        self._store, self._rank, self._size, self._timeout_seconds = store, rank, size, timeout_seconds
+        self._store, self.rank, self._size, self._timeout_seconds = store, rank, size, timeout_seconds
         self.number = 0
         """How often all have gone back."""
         self._num_passed = 0
@@ -68,14 +64,10 @@ class Rounds:
         """Tell all members that this round is over; return why, as the first one has told it."""
         return self._store.compare_set(f"{self.number}/over", "", why).decode()
 
-    def announced(self, store: dist.Store | None = None) -> str | None:
-        """Return why this round is over; ``None`` if it is not.
-
-        Args:
-            store: A connection to use instead of this object's, on another thread.
-        """
-        store, key = store or self._store, f"{self.number}/over"
-        return store.get(key).decode() if store.check([key]) else None
+    def announced(self) -> str | None:
+        """Return why this round is over; ``None`` if it is not. May be called on another thread."""
+        key = f"{self.number}/over"
+        return self._store.get(key).decode() if self._store.check([key]) else None
 
     def pass_gate(self, must_return: Callable[[], bool]) -> bool:
         """Wait until all members have come to the same gate; return whether they have.
@@ -110,40 +102,39 @@ class Rounds:
         self._num_passed += 1
         return True
 
-    def agree(self, numbers: Collection[int], what: str = "") -> int | None:
+    def agree(self, numbers: Collection[int], gives_up: Callable[[], bool] = lambda: False) -> int | None:
         """Wait until all members have called this; the next round begins.
 
         Args:
             numbers: Those that this member can go back to.
-            what: What the numbers count.
+            gives_up: Whether this member waits no longer.
 
         Returns:
             The largest number that all members have given; ``None`` if there is none.
 
         Raises:
-            MemberGone: If a member has left, or does not come in time.
-            Disagreement: If a member goes back to something else.
+            MemberGone: If a member has left, this one included, or does not come in time.
         """
         names = [f"{self.number}/numbers/{rank}" for rank in range(self._size)]
-        self._store.set(names[self._rank], json.dumps([what, *sorted(numbers)]))
+        self._store.set(names[self.rank], json.dumps(sorted(numbers)))
         sleep_seconds, deadline = _FIRST_LOOK_SECONDS, time.monotonic() + self._timeout_seconds
         while not self._store.check(names):
             if left := self._left():
                 raise MemberGone(f"replica {left[0]} has ended its run")
+            if gives_up():
+                raise MemberGone(f"replica {self.rank} has ended its run")
             if time.monotonic() > deadline:
                 raise MemberGone(f"another replica did not go back within {self._timeout_seconds:g} s")
             time.sleep(sleep_seconds)
             sleep_seconds = min(2 * sleep_seconds, _LOOK_SECONDS)
-        found = [json.loads(self._store.get(name)) for name in names]
+        found = [set(json.loads(self._store.get(name))) for name in names]
         self._num_passed = 0
         self.number += 1
-        if any(other != what for other, *_ in found):
-            raise Disagreement("some replicas go back to a snapshot, and others to a checkpoint")
-        return max(set.intersection(*(set(each) for _, *each in found)), default=None)
+        return max(set.intersection(*found), default=None)
 
     def leave(self) -> None:
         """Take no part in further rounds."""
-        self._store.set(f"left/{self._rank}", "")
+        self._store.set(f"left/{self.rank}", "")
 
     def _left(self) -> list[int]:
-        return [rank for rank in range(self._size) if rank != self._rank and self._store.check([f"left/{rank}"])]
+        return [rank for rank in range(self._size) if rank != self.rank and self._store.check([f"left/{rank}"])]

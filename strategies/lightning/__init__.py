@@ -5,6 +5,6 @@ Lightning, ``hooks`` replaces methods of its objects, ``checks`` and ``arguments
 ``partitioning`` divides a model over processes, ``moving_layers`` says when layers can move to other stages, and
 ``search_settings`` what ``schedule="auto"`` may choose. ``per_microbatch`` and ``loss_weights`` run ``training_step``
 on micro-batches and weight their losses; ``checkpoints``, ``weight_averaging``, ``profiler`` and ``summary`` have
-Lightning's features of these names span all stages. ``launch`` has the launchers, ``recovery`` repairs the loss of a
-worker. May import every room but the strategies themselves and ``planning``.
+Lightning's features of these names span all stages. ``launch`` has the launchers. May import every room but the
+strategies themselves and ``planning``.
 """

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,9 +14,7 @@ from strategies.common.names import did_you_mean
 from strategies.common.torch_compat import BatchNorm
 from strategies.lightning.compat import (
     GPUS_MISSING,
-    BatchSizeFinder,
     ClusterEnvironment,
-    LearningRateFinder,
     LightningEnvironment,
     LightningModule,
     MisconfigurationException,
@@ -30,18 +28,12 @@ from strategies.lightning.compat import (
     WeightAveraging,
     logs_graph,
     rank_zero_warn,
-    searches_without_training,
     sized_len,
-    takes_iterator,
     training_loaders,
 )
 from strategies.pipeline.executor.settings import ScheduleChoice, Settings
+from strategies.pipeline.recovery.repairs import RecoverySettings
 from strategies.pipeline.state.snapshots import check_snapshots
-
-_RESTART_OUTSIDE = (
-    "Leave it out, start the run with torchrun --max-restarts, have ModelCheckpoint(dirpath=..., save_last=True) keep "
-    'checkpoints, and call fit(ckpt_path="last").'
-)
 
 
 @contextmanager
@@ -74,19 +66,17 @@ def check_state_dict_type(state_dict_type: str, checkpoint_io: object | None) ->
         )
 
 
-def check_counts(number: int, divides_states: bool, max_restarts: int) -> None:
-    """Check the number of pipelines and how often they may be restarted.
+def check_replicas(number: int, divides_states: bool) -> None:
+    """Check the number of pipelines.
 
     Args:
         number: ``data_parallel_size``.
         divides_states: ``shard_optimizer_states``.
-        max_restarts: ``max_restarts``.
 
     Raises:
-        MisconfigurationException: If a number is too small, or if these settings exclude each other.
+        MisconfigurationException: If the number is too small, or if these settings exclude each other.
     """
-    for name, value, least in (("data_parallel_size", number, 1), ("max_restarts", max_restarts, 0)):
-        _check_whole_number(name, value, least)
+    _check_whole_number("data_parallel_size", number, 1)
     if divides_states and number == 1:
         raise MisconfigurationException(
             "shard_optimizer_states=True divides the states of a stage among its replicas, but there is only one: "
@@ -99,75 +89,68 @@ def _check_whole_number(name: str, value: object, least: int) -> None:
         raise MisconfigurationException(f"{name} must be a whole number of at least {least}, got {value!r}.")
 
 
-def check_snapshot_setting(every_n_steps: int) -> None:
-    """Check how often snapshots are made.
+def checked_recovery(max_restarts: int, every_n_steps: int) -> RecoverySettings | None:
+    """Return how lost workers are repaired.
 
     Args:
-        every_n_steps: ``snapshot_every_n_steps``.
-
-    Raises:
-        MisconfigurationException: If the number is wrong, or if this system cannot make snapshots.
-    """
-    _check_whole_number("snapshot_every_n_steps", every_n_steps, 0)
-    if every_n_steps:
-        _check_snapshots(every_n_steps, devices=[])
-
-
-def check_spare_workers(number: int, max_restarts: int, every_n_steps: int) -> None:
-    """Check that spare workers have something to take over.
-
-    Args:
-        number: ``spare_workers``.
         max_restarts: ``max_restarts``.
         every_n_steps: ``snapshot_every_n_steps``.
 
+    Returns:
+        The settings; ``None`` if lost workers are not repaired.
+
     Raises:
-        MisconfigurationException: If the number is wrong, or if no lost worker is replaced.
+        MisconfigurationException: If a number is wrong, if ``snapshot_every_n_steps`` has no effect, or if this system
+            cannot take snapshots.
     """
-    _check_whole_number("spare_workers", number, 0)
-    if number and not max_restarts and not every_n_steps:
+    _check_whole_number("max_restarts", max_restarts, 0)
+    _check_whole_number("snapshot_every_n_steps", every_n_steps, 1)
+    if max_restarts:
+        check_repairs(devices=[], num_hosts=1)
+        return RecoverySettings(max_restarts, every_n_steps)
+    if every_n_steps != 1:
         raise MisconfigurationException(
-            f"spare_workers={number} has no effect, because a worker that is lost is not replaced: set "
-            "snapshot_every_n_steps or max_restarts, or leave spare_workers out."
+            f"snapshot_every_n_steps={every_n_steps} has no effect with max_restarts=0, because lost workers are not "
+            "repaired: set max_restarts to 1 or more, or leave snapshot_every_n_steps out."
         )
+    return None
 
 
-def _check_snapshots(every_n_steps: int, *, devices: Sequence[torch.device], num_hosts: int = 1) -> None:
-    try:
-        check_snapshots(devices=devices, num_hosts=num_hosts)
-    except ValueError as error:
-        raise MisconfigurationException(f"snapshot_every_n_steps={every_n_steps}: {error}") from error
-
-
-def check_snapshot_run(
-    every_n_steps: int,
-    model: LightningModule,
-    *,
-    devices: Sequence[torch.device],
-    num_hosts: int,
-) -> None:
-    """Check that steps of a run can be run again from a snapshot.
+def check_repairs(*, devices: Sequence[torch.device], num_hosts: int) -> None:
+    """Check that lost workers can be repaired on these devices.
 
     Args:
-        every_n_steps: ``snapshot_every_n_steps``.
-        model: The model, with its Trainer.
-        devices: The device of each stage.
+        devices: The devices of the stages.
         num_hosts: Number of hosts with stages.
 
     Raises:
         MisconfigurationException: If they cannot.
     """
-    what = f"snapshot_every_n_steps={every_n_steps}"
-    _check_snapshots(every_n_steps, devices=devices, num_hosts=num_hosts)
-    if isinstance(cast(Any, model.trainer).profiler, PyTorchProfiler):
-        raise MisconfigurationException(
-            f"{what} replaces workers that are lost, whose traces PyTorchProfiler would lose. Leave one of them out."
+    try:
+        check_snapshots(devices=devices, num_hosts=num_hosts)
+    except ValueError as error:
+        raise MisconfigurationException(f"max_restarts repairs lost workers from snapshots, but {error}") from error
+
+
+def check_repairs_of_run(trainer: Any, *, num_stages: int) -> None:
+    """Check that lost workers can be repaired in a run; warn if it has none.
+
+    Args:
+        trainer: The Trainer.
+        num_stages: Number of stages of the pipeline.
+
+    Raises:
+        MisconfigurationException: If they cannot.
+    """
+    if num_stages == 1:
+        rank_zero_warn(
+            "max_restarts has no effect with a single stage, which the driver itself runs, because there is no worker "
+            "that could be lost. Set devices to 2 or more."
         )
-    if takes_iterator(model):
+    elif isinstance(trainer.profiler, PyTorchProfiler):
         raise MisconfigurationException(
-            f"{what} runs steps again with the same batches, but training_step(dataloader_iter) of "
-            f"{type(model).__name__} fetches its batches itself. Give training_step the argument batch, or leave "
-            "snapshot_every_n_steps out."
+            "max_restarts replaces workers that are lost, whose traces PyTorchProfiler would lose. Leave one of them "
+            "out."
         )
 
 
@@ -187,38 +170,6 @@ def check_loss_weight(loss_weight: str, settings: Settings) -> None:
             "computes one loss for the whole batch, which may be a mean over its tokens. Leave loss_weight out, or use "
             "schedule='1f1b'."
         )
-
-
-def check_restarts(num_nodes: int) -> None:
-    """Check that all workers are on the driver's host, which sees there how a worker has ended.
-
-    Raises:
-        MisconfigurationException: If they are not.
-    """
-    if num_nodes > 1:
-        raise MisconfigurationException(
-            f"max_restarts restarts workers on the driver's host, but num_nodes={num_nodes}. {_RESTART_OUTSIDE}"
-        )
-
-
-def check_restarted_callbacks(trainer: Any) -> None:
-    """Check that no callback prevents a run from being restarted; a search by a ``Tuner`` is never restarted.
-
-    Raises:
-        MisconfigurationException: If a callback does.
-    """
-    for callback in trainer.callbacks:
-        if isinstance(callback, LearningRateFinder | BatchSizeFinder) and not searches_without_training(callback):
-            raise MisconfigurationException(
-                f"{type(callback).__name__} trains within fit and then undoes it, so a restart could not tell how far "
-                "it was. Leave max_restarts out, or search with pytorch_lightning.tuner.Tuner first."
-            )
-        if isinstance(callback, StochasticWeightAveraging):
-            raise MisconfigurationException(
-                f"{type(callback).__name__} keeps its progress in attributes that loading a checkpoint does not reset "
-                f"within one process, so max_restarts cannot restart it. {_RESTART_OUTSIDE} Or use WeightAveraging or "
-                "EMAWeightAveraging."
-            )
 
 
 def check_launch(environment: ClusterEnvironment, num_devices: int, num_nodes: int, num_replicas: int) -> None:
@@ -539,28 +490,6 @@ def warn_of_router_loss(model: nn.Module, settings: Settings) -> None:
                 "the total differs from that of one process. schedule='gpipe' computes it for the whole batch."
             )
             return
-
-
-def warn_without_workers(**settings: int) -> None:
-    """Warn of settings that have no effect because the driver runs the only stage.
-
-    Args:
-        **settings: Their values by their names; 0 is none.
-    """
-    if given := [f"{name}={value}" for name, value in settings.items() if value]:
-        rank_zero_warn(
-            f"{' and '.join(given)}: no effect with a single stage, which the driver itself runs, because there is no "
-            "worker that could be lost. Set devices to 2 or more."
-        )
-
-
-def warn_of_spare_workers(number: int) -> None:
-    """Warn that spare workers have no effect where the strategy starts the workers."""
-    rank_zero_warn(
-        f"spare_workers={number}: no effect in this run, whose workers the strategy starts itself: they are forks of a "
-        "process that has imported torch and waits, so another one is there within milliseconds. The setting is for "
-        "torchrun and SLURM."
-    )
 
 
 def check_mixed_precision(precision: Precision, devices: Sequence[torch.device]) -> None:

@@ -93,7 +93,6 @@ def check_package(*given: Any) -> None:
 
 # Public names
 
-BatchSizeFinder = pl.callbacks.BatchSizeFinder
 Callback = pl.callbacks.Callback
 CheckpointIO = fabric.plugins.CheckpointIO
 ClosureResult = pl.loops.optimization.automatic.ClosureResult
@@ -102,21 +101,17 @@ CombinedLoader = pl.utilities.combined_loader.CombinedLoader
 DummyLogger = pl.loggers.logger.DummyLogger
 DoublePrecision = pl.plugins.precision.DoublePrecision
 GradientAccumulationScheduler = pl.callbacks.GradientAccumulationScheduler
-LearningRateFinder = pl.callbacks.LearningRateFinder
 LightningDataModule = pl.LightningDataModule
 LightningEnvironment = fabric.plugins.environments.LightningEnvironment
 LightningModule = pl.LightningModule
 LightningOptimizer = pl.core.optimizer.LightningOptimizer
-Logger = pl.loggers.logger.Logger
 MisconfigurationException = pl.utilities.exceptions.MisconfigurationException
 ModelCheckpoint = pl.callbacks.ModelCheckpoint
 ModelPruning = pl.callbacks.ModelPruning
 ModelSummary = pl.callbacks.ModelSummary
-PassThroughProfiler = pl.profilers.PassThroughProfiler
 ParallelStrategy = pl.strategies.ParallelStrategy
 PossibleUserWarning = fabric.utilities.warnings.PossibleUserWarning
 Precision = pl.plugins.Precision
-Profiler = pl.profilers.Profiler
 PyTorchProfiler = pl.profilers.PyTorchProfiler
 RegisterRecordFunction = pl.profilers.pytorch.RegisterRecordFunction
 RunningStage = pl.trainer.states.RunningStage
@@ -164,7 +159,6 @@ EvaluationLoop = pl.loops._EvaluationLoop
 FitLoop = pl.loops.fit_loop._FitLoop
 Launcher = pl.strategies.launchers.launcher._Launcher
 LoggerConnector = _connectors.logger_connector._LoggerConnector
-ModuleMode = pl.utilities.model_helpers._ModuleMode
 PrefetchDataFetcher = pl.loops.fetchers._PrefetchDataFetcher
 ResultCollection = _connectors.logger_connector.result._ResultCollection
 ResultMetadata = _connectors.logger_connector.result._Metadata
@@ -285,26 +279,10 @@ def takes_batch_idx(model: LightningModule) -> bool:
     return bool(is_param_in_hook_signature(model.training_step, "batch_idx", min_args=2))
 
 
-def takes_iterator(model: LightningModule) -> bool:
-    """Return whether Lightning gives ``training_step`` of a model the iterator over the batches."""
-    return bool(is_param_in_hook_signature(model.training_step, "dataloader_iter", explicit=True))
-
-
 def transferred(trainer: Trainer, model: LightningModule, batch: Any, device: torch.device) -> Any:
     """Return a batch of training in its precision and on a device, after the model's hooks for this."""
     batch = model._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), dataloader_idx=0)
     return trainer.strategy.batch_to_device(batch, device, dataloader_idx=0)
-
-
-def tear_down(trainer: Trainer) -> None:
-    """End the run of a Trainer: strategy, loops and callbacks."""
-    trainer._teardown()
-
-
-def logged_results(trainer: Trainer) -> tuple[ResultCollection, ResultCollection]:
-    """Return what ``self.log`` has collected in the current epoch of training and of validation."""
-    epoch_loop = trainer.fit_loop.epoch_loop
-    return epoch_loop._results, epoch_loop.val_loop._results
 
 
 def logged_step(trainer: Trainer) -> int:
@@ -401,24 +379,9 @@ def averaged_model(callback: WeightAveraging | StochasticWeightAveraging) -> nn.
     return average.module if isinstance(average, AveragedModel) else average
 
 
-def forget_update_epoch(callback: WeightAveraging) -> None:
-    """Make a callback forget in which epoch it updated its average last; otherwise it skips epochs that repeat."""
-    callback._latest_update_epoch = -1
-
-
-def forget_saved_step(callback: ModelCheckpoint) -> None:
-    """Make a callback forget at which step it saved last; otherwise it does not save at that step again."""
-    callback._last_global_step_saved = 0
-
-
 def forget_validation(loop: EvaluationLoop) -> None:
     """Make a loop forget that it has run; else an epoch loop that resumes leaves out the validation that is due."""
     loop._has_run = False
-
-
-def searches_without_training(callback: LearningRateFinder | BatchSizeFinder) -> bool:
-    """Return whether a ``Tuner`` uses a callback, which ends the fit when it has searched."""
-    return callback._early_exit
 
 
 def logs_graph(logger: TensorBoardLogger) -> bool:

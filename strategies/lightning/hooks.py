@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from types import MethodType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from strategies.common.patching import replaced
 from strategies.common.torch_compat import replacing_unscale_grads, unscale_grads
 from strategies.lightning.compat import (
-    READING_CALLBACKS,
     Callback,
     LightningModule,
     LightningOptimizer,
@@ -213,92 +212,9 @@ def collect_logs(model: LightningModule, collector: Callable[[], Collect | None]
     return replaced(model, "log", MethodType(log, model))
 
 
-def around_log(model: LightningModule, around: Callable[[Callable[[], None]], None]) -> Undo:
-    """Call ``around(log)`` in place of ``self.log`` of a model, where ``log()`` does what it would have done.
-
-    As with :func:`collect_logs`, the model can still be copied and pickled.
-    """
-    before: Any = getattr(model.log, "__func__", None) or type(model).log
-
-    def log(self: LightningModule, *args: Any, **kwargs: Any) -> None:
-        around(partial(before, self, *args, **kwargs))
-
-    return replaced(model, "log", MethodType(log, model))
-
-
 def without_logs(model: LightningModule) -> Undo:
     """Make ``self.log`` of a model do nothing."""
     return replaced(model, "log", lambda *args, **kwargs: None)
-
-
-# Training steps
-
-
-def around_steps(trainer: Trainer, run: Callable[..., Any]) -> list[Undo]:
-    """Call ``run(original, *args)`` in place of what Lightning's loop does between the hooks of a training batch.
-
-    That is ``training_step`` with the backward pass and the step of the optimizer.
-    """
-    loop = trainer.fit_loop.epoch_loop
-    own: tuple[Any, ...] = (loop.automatic_optimization, loop.manual_optimization)
-    return [replaced(each, "run", partial(run, each.run)) for each in own]
-
-
-def before_batches(trainer: Trainer, function: Callable[[], None]) -> Undo:
-    """Call a function before Lightning's loop fetches a training batch.
-
-    Some versions of Lightning exchange there whether rank 0 has received a signal to end.
-    """
-    loop = trainer.fit_loop.epoch_loop
-    advance = loop.advance
-
-    def function_and_advance(*args: Any) -> None:
-        function()
-        advance(*args)
-
-    return replaced(loop, "advance", function_and_advance)
-
-
-_HOOKS_OF_STEPS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
-"""The hooks of a callback that are called within a training step."""
-
-
-def around_hooks_of_steps(callback: Callback, call: Callable[..., None]) -> list[Undo]:
-    """Call ``call(name, original, *args)`` in place of the hooks of a callback that are called within a step."""
-    undo = []
-    for name in _HOOKS_OF_STEPS:
-        hook: Any = getattr(callback, name)
-        if getattr(hook, "__func__", None) is not getattr(Callback, name):
-            undo.append(replaced(callback, name, partial(call, f"{type(callback).__name__}.{name}", hook)))
-    return undo
-
-
-def overridden_between_steps(trainer: Trainer, model: LightningModule) -> bool:
-    """Return whether the model or a callback has a hook between two training steps, in which it may change anything.
-
-    Callbacks of Lightning that only read the run do not count, nor do hooks of classes with ``only_reads = True``.
-    """
-    hooks = [name for name in vars(Callback) if name.startswith("on_") and name not in _NOT_BETWEEN_STEPS]
-    names = [name for name in hooks if not name.startswith(("on_test", "on_predict", "on_sanity"))]
-    of_model = (*names, "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-    if any(is_overridden(name, model) for name in (*of_model, "lr_scheduler_step") if hasattr(LightningModule, name)):
-        return True
-    callbacks: list[Callback] = cast(Any, trainer).callbacks
-    return not all(_only_reads(_defining_class(type(each), name)) for each in callbacks for name in names)
-
-
-_NOT_BETWEEN_STEPS = frozenset(
-    [*_HOOKS_OF_STEPS, "on_fit_start", "on_train_start", "on_fit_end", "on_exception", "on_load_checkpoint"]
-)
-_READERS = tuple(base for reader in READING_CALLBACKS for base in reader.__mro__ if issubclass(base, Callback))
-
-
-def _only_reads(cls: type) -> bool:
-    return cls in (Callback, *_READERS) or bool(vars(cls).get("only_reads", False))
-
-
-def _defining_class(cls: type, name: str) -> type:
-    return next(base for base in cls.__mro__ if name in vars(base))
 
 
 # Hooks of the user

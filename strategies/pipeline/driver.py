@@ -11,6 +11,7 @@ Between :meth:`Pipeline.start` and :meth:`Pipeline.close`, calling the ``nn.Sequ
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +25,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, rpc
 from torch.optim import Optimizer
 
-from strategies.common.errors import WorkerLost
 from strategies.common.patching import replaced
 from strategies.common.stage_layers import StageLayers, describe, kinds_of, locate
 from strategies.common.torch_compat import convert_tensors, replacing_conversion, without_torch_function
@@ -32,13 +32,13 @@ from strategies.common.waiting import Wait, wait_here
 from strategies.launch.allocator import keep_freed_memory
 from strategies.launch.ranks import Ranks, World
 from strategies.launch.rendezvous import store_at
+from strategies.launch.rounds import Rounds
 from strategies.launch.session import environment_variables, join_data_plane, variables_of_nccl
 from strategies.launch.workers import Workers, share_of_threads
 from strategies.optim.restricted import numbers_of, parameters_of
 from strategies.optim.trial import check_divisible
 from strategies.pipeline.construction.recording import Construction
 from strategies.pipeline.control.client import (
-    Answer,
     Failures,
     InterruptibleWait,
     NotCopyable,
@@ -53,11 +53,13 @@ from strategies.pipeline.executor.fill_drain import FillDrain
 from strategies.pipeline.executor.per_microbatch import Code, PerMicrobatch, Shares
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.optim.optimizers import PipelineOptimizers
-from strategies.pipeline.optim.replicas import Averaging, JointRecovery, Replicas
+from strategies.pipeline.optim.replicas import Averaging, Replicas
 from strategies.pipeline.partition.blocks.calls import Value, call_blocks
 from strategies.pipeline.partition.blocks.recorder import DeferredBlocks, FindRows
 from strategies.pipeline.partition.bypass import BypassCheck
 from strategies.pipeline.partition.sequential import Pipelined, cut
+from strategies.pipeline.recovery.recovery import Recovery
+from strategies.pipeline.recovery.repairs import RecoverySettings, Repair
 from strategies.pipeline.stage.edges import Edges
 from strategies.pipeline.stage.layers import PassContext, Seeds, call_in_turn
 from strategies.pipeline.stage.microbatch.split import NoChunk
@@ -66,10 +68,9 @@ from strategies.pipeline.stage.records import Recorded
 from strategies.pipeline.stage.side_outputs import SideOutputs
 from strategies.pipeline.stage.stage import Stage, chunks_of
 from strategies.pipeline.state.carriers import InSlot, Origin, Parcel, pickled
-from strategies.pipeline.state.mirror import Mirror
 from strategies.pipeline.state.remote_operations import Holder
 from strategies.pipeline.state.returning import PartOfModule, bring_back
-from strategies.pipeline.state.snapshots import OwnParts, Snapshots, Whole, check_snapshots
+from strategies.pipeline.state.snapshots import check_snapshots
 from strategies.pipeline.state.stage_state import StageState
 from strategies.pipeline.state.stand_ins import move_to_meta, refuse_lost_values, without_layers
 from strategies.pipeline.state.state_dict import StateOfStages
@@ -84,9 +85,6 @@ from strategies.pipeline.worker.setup import StageSetup
 
 _END_SECONDS = 5.0
 """How long a worker may take to end by itself."""
-
-_MOST_ATTEMPTS = 3
-"""Maximum number of attempts to start new workers, one of which may be lost again."""
 
 
 @dataclass(frozen=True)
@@ -114,11 +112,6 @@ class _Running:
     copies: list[StateOfStages]
     """The state of each copy of the model."""
     holders: list[Holder]
-    workers: Workers | Ranks | None
-    threads: int
-    """Number of threads that each process computes with."""
-    session: ExitStack
-    """Ends the workers and what is connected to them, last started first."""
     ending: ExitStack
     """Ends the pipeline, last started first."""
 
@@ -127,16 +120,12 @@ class _Running:
 class _Workers:
     """The workers of a pipeline, connected."""
 
-    edges: Edges
-    ties: TiedParameters | None = None
+    transport: Transport | None = None
     remotes: Sequence[RemoteStage] = ()
-    processes: Workers | Ranks | None = None
     wait: Wait = wait_here
     group: ProcessGroup | None = None
-    unpacked: Sequence[Answer[int]] = ()
+    unpacked: Sequence[Future[int]] = ()
     """For each worker, the answer to a first command, which it runs when it has its stage."""
-    averaging: Averaging | None = None
-    """Averages with the drivers of the other replicas, if there are several."""
 
 
 def _stage_process(processes: Workers | Ranks, i: int) -> StageProcess:
@@ -194,7 +183,9 @@ class BatchRecording:
         """
         assert self._answers is not None
         if self._records is None and not self._is_lost:
-            self._records = self._answers()
+            records = self._answers()
+            if not self._is_lost:  # by now
+                self._records = records
         return self._records
 
     def lose(self) -> None:
@@ -225,6 +216,11 @@ class Pipeline(NotCopyable):
         path: Dotted path of ``module`` in ``model``, for messages.
         construction: What knows how to build tensors of ``module`` that have no values yet.
         gathers_on_end: Whether :meth:`close` brings back what the workers hold.
+        recovery: How lost workers are replaced; ``None`` if they are not.
+        together: Connects to the drivers of the other replicas, with which this one replaces lost workers.
+
+    Raises:
+        ValueError: If lost workers cannot be replaced on these devices.
     """
 
     def __init__(
@@ -245,6 +241,8 @@ class Pipeline(NotCopyable):
         is_reversed: bool = False,
         construction: Construction | None = None,
         gathers_on_end: bool = True,
+        recovery: RecoverySettings | None = None,
+        together: Callable[[], Rounds] | None = None,
     ) -> None:
         self.module, self._is_reversed = module, is_reversed
         devices = [with_index(device) for device in devices]
@@ -273,10 +271,15 @@ class Pipeline(NotCopyable):
         self._bypass = BypassCheck(module, path)
         self._gathers_on_end = gathers_on_end
         self._running: _Running | None = None
-        self._snapshots: Snapshots | None = None
+        self._workers: Workers | Ranks | None = None
+        """The processes of the present session."""
+        self._recovery_settings, self._together = recovery, together
+        self._recovery: Recovery | None = None
+        if recovery is not None:
+            check_snapshots(devices=devices, num_hosts=len(set(hosts)))
+        self.repairs: list[Repair] = []
+        """Of lost workers, so far."""
         self._recordings: list[BatchRecording] = []
-        self.on_call: Callable[[], None] = _nothing
-        """Called when the module is called, for the whole batch or for a micro-batch."""
 
     @property
     def num_communicators(self) -> list[int]:
@@ -306,7 +309,6 @@ class Pipeline(NotCopyable):
         """The module's forward function while the pipeline runs."""
         if not self._bypass.has_run:
             self._bypass.note_call()
-        self.on_call()
         steps = self._running.per_microbatch.steps if self._running and self._running.per_microbatch else None
         if steps is not None and (step := steps.current) is not None:
             return step.call(input)
@@ -316,7 +318,6 @@ class Pipeline(NotCopyable):
         """Run recorded calls of blocks: those of one micro-batch, or those of a batch, which is split if possible."""
         if not self._bypass.has_run:
             self._bypass.note_call()
-        self.on_call()
         running = self._usable()
         steps = running.per_microbatch.steps if running.per_microbatch else None
         if steps is not None and (step := steps.current) is not None:
@@ -434,7 +435,7 @@ class Pipeline(NotCopyable):
     @property
     def workers(self) -> Workers | Ranks | None:
         """The processes of the other stages; ``None`` if there are none."""
-        return self._running.workers if self._running is not None else None
+        return self._workers if self._running is not None else None
 
     @property
     def num_updates(self) -> int:
@@ -538,168 +539,48 @@ class Pipeline(NotCopyable):
             self.start()
             raise
 
-    # Snapshots
+    # Recovery from the loss of workers
 
     @property
-    def last_snapshot(self) -> int | None:
-        """Number of the last snapshot that all processes are known to have; ``None`` if there is none."""
-        whole = self._snapshots.last() if self._snapshots is not None else None
-        return None if whole is None else whole.number
+    def recovery_bytes(self) -> int:
+        """Bytes of memory on all processes that serve to replace lost workers."""
+        return self._recovery.size_bytes if self._recovery is not None else 0
 
-    @property
-    def snapshot_bytes(self) -> int:
-        """Bytes of memory that the snapshots take on all processes."""
-        return self._snapshots.size_bytes if self._snapshots is not None else 0
+    def _recovering(self, workers: _Workers, session: ExitStack, threads: int, ending: ExitStack) -> Recovery | None:
+        """Return what replaces lost workers; ``None`` if they are not replaced."""
+        if self._recovery_settings is None or not workers.remotes:
+            return None
+        if isinstance(self._workers, Ranks):
+            check_snapshots(devices=self._devices, are_replaced=self._workers.are_supervised)
+        assert workers.transport is not None
 
-    def snapshot(self, number: int, *, with_grads: bool = False) -> None:
-        """Copy the state of every process, to which :meth:`recover` goes back when workers are lost.
+        def restart(failures: Failures, slots: Sequence[InSlot], num_rounds: int) -> Transport:
+            session.close()
+            self.failures = failures
+            if self._replicas is not None:
+                self._replicas = replace(self._replicas, round=num_rounds)
+            again = self._open(slots, threads, session, client=partial(_renewed, workers.remotes, failures))
+            for recording in self._recordings:
+                recording.lose()
+            assert again.transport is not None
+            return again.transport
 
-        To be called between two batches, such as after an optimizer step. The workers copy their parts while this
-        process copies its own, and it does not wait for them, except after the first snapshot. The last two
-        snapshots are kept.
-
-        Args:
-            number: The number of the snapshot, larger than that of the last one.
-            with_grads: Whether gradients are part of it. Otherwise :meth:`recover` leaves parameters without.
-
-        Raises:
-            ValueError: If no snapshot can be taken, because of the processes or devices of this pipeline, or because an
-                object of a layer cannot be copied.
-            RuntimeError: If a batch is on its way through the pipeline.
-        """
-        running = self._usable()
-        executor, is_first = running.executor, self._snapshots is None
-        if executor.stage.num_kept:
-            raise RuntimeError(
-                "a snapshot can be taken between steps only, but a batch is on its way through the pipeline: take it "
-                "after the optimizer's step"
-            )
-        if self._snapshots is None:
-            ranks = running.workers if isinstance(running.workers, Ranks) else None
-            check_snapshots(
-                devices=self._devices,
-                num_hosts=len(set(self._world.hosts)) if self._world is not None else 1,
-                are_replaced=ranks is None or ranks.are_supervised,
-            )
-            self._snapshots = Snapshots(len(executor.remotes))
-        snapshots = self._snapshots
-        if snapshots.is_under_way:
-            self.wait()
-        ordered = snapshots.order(number)
-        executor.carry_changes()
-        for remote, slot in zip(executor.remotes, snapshots.slots[ordered.place], strict=True):
-            remote.send(StageCommands.snapshot, number, slot.address, with_grads)
-        with executor.side_outputs.removed_for_layers():
-            snapshots.take_own(ordered, self._own_parts(running), with_grads=with_grads)
-        if is_first:
-            self.wait()
-
-    def recover(self, joint: JointRecovery | None = None) -> int:
-        """Go back to the last snapshot that every process has whole, with new workers.
-
-        Everything that belongs to the pipeline is as it was then: parameters, buffers, gradients (or none), optimizers
-        with states and hyperparameters, attributes of the layers, seeds, and the random states of all processes. The
-        stand-ins of tensors, the optimizers and the hooks on them stay the same objects. Passes that are under way are
-        given up.
-
-        Args:
-            joint: How all replicas of the pipeline go back, if there are several: each driver calls this, and all go
-                back to the last snapshot that all of them have.
-
-        Returns:
-            The number of the snapshot.
-
-        Raises:
-            RuntimeError: If there is no snapshot, or if workers are lost again and again. The pipeline has ended then.
-        """
-        running = self._running
-        if running is None:
-            raise RuntimeError("the pipeline has ended, and its snapshots with it")
-        try:
-            for remote in running.executor.remotes:
-                remote.process.kill()  # nothing that it holds is needed
-            for attempt in range(1, _MOST_ATTEMPTS + 1):
-                running.session.close()
-                whole = self._agreed_snapshot(joint)
-                if self._snapshots is None or whole is None:
-                    raise RuntimeError("there is no snapshot of the pipeline that every process has whole")
-                try:
-                    return self._restore_snapshot(running, self._snapshots, whole)
-                except WorkerLost as error:
-                    if attempt == _MOST_ATTEMPTS:
-                        raise
-                    if joint is not None:
-                        joint.announce(str(error))
-        except BaseException:
-            self.close(gather=False)
-            raise
-        raise AssertionError("the last attempt returns or raises")
-
-    def _agreed_snapshot(self, joint: JointRecovery | None) -> Whole | None:
-        """Return the snapshot to go back to, that all replicas have."""
-        found = self._snapshots.whole() if self._snapshots is not None else []
-        if self._replicas is None:
-            return next(reversed(found), None)
-        if joint is None:
-            raise RuntimeError("replicas of a pipeline can go back to a snapshot only together")
-        number = joint.agree([whole.number for whole in found])
-        self._replicas = replace(self._replicas, round=joint.round)
-        return next((whole for whole in found if whole.number == number), None)
-
-    def _restore_snapshot(self, running: _Running, snapshots: Snapshots, whole: Whole) -> int:
-        """Start workers from a snapshot, and restore what is in this process."""
-        snapshots.go_back(whole)
-        self.failures = Failures()
-        executor = running.executor
-        slots = [InSlot(slot.address, whole.number) for slot in snapshots.slots[whole.place]]
-
-        def restore() -> None:
-            self.optimizers.give_up_step()
-            snapshots.restore_own(whole)
-
-        def renewed(i: int, name: str, hosted: Any, process: StageProcess) -> RemoteStage:
-            executor.remotes[i].renew(name, hosted, process, self.failures)
-            return executor.remotes[i]
-
-        workers = self._open(slots, running.threads, running.session, client=renewed, meanwhile=restore)
-        if workers.averaging is not None:
-            self.optimizers.reconnect(workers.averaging)
-        if self._blocks is not None:
-            self._blocks.end()
-            self._blocks.start()
-        for mirror in executor.mirrors:
-            mirror.note_sent()
-        executor, fill_drain, per_microbatch = self._executing(
-            workers, running.holders, running.session, executor.mirrors
+        recovery = Recovery(
+            self._recovery_settings,
+            self.failures,
+            workers.transport,
+            workers.remotes,
+            restart,
+            self.repairs,
+            self._together() if self._together is not None else None,
         )
-        executor.forget_shared_values()
-        self._running = replace(
-            running,
-            executor=executor,
-            fill_drain=fill_drain,
-            per_microbatch=per_microbatch,
-            workers=workers.processes,
-        )
-        for recording in self._recordings:
-            recording.lose()
-        executor.stage.recorder = self.optimizers.recorder = None
-        return whole.number
+        ending.callback(recovery.close)
+        return recovery
 
-    def _drop_snapshots(self) -> None:
-        snapshots, self._snapshots = self._snapshots, None
-        if snapshots is not None:
-            snapshots.close()
-
-    def _own_parts(self, running: _Running) -> OwnParts:
-        copied = [p for copy, _ in self._copies for p in copy.model.parameters() if not p.is_meta]
-        return OwnParts(
-            modules=[model for model, _, _, _ in self._all()],
-            stages=self.stages,
-            parameters=list(dict.fromkeys([*self.parameters_here(), *copied])),
-            optimizers=self.optimizers.optimizers,
-            seeds=self._seeds,
-            holders=running.holders,
-        )
+    def _between_passes(self) -> None:
+        """Called by the executor between two passes."""
+        if self._recovery is not None:
+            self._recovery.between_passes(self.optimizers.num_steps)
 
     # Start
 
@@ -757,7 +638,7 @@ class Pipeline(NotCopyable):
         torch.set_num_threads(threads)
         keep_freed_memory()
         closing = ending.enter_context(ExitStack())  # closes the clients of stages, after the session has ended
-        ending.callback(self._drop_snapshots)
+        outliving = ending.enter_context(ExitStack())  # closed when no worker runs any more
         session = ending.enter_context(ExitStack())
 
         def client(i: int, name: str, hosted: Any, process: StageProcess) -> RemoteStage:
@@ -770,7 +651,9 @@ class Pipeline(NotCopyable):
             ending.callback(holders[-1].end)
 
         workers = self._open(parcels, threads, session, client=client, taken=leave)
-        remotes, averaging = workers.remotes, workers.averaging
+        recovery = self._recovery = self._recovering(workers, session, threads, outliving)
+        remotes = workers.remotes
+        averaging = self._join_replicas(self._replicas, ending) if self._replicas is not None else None
         for remote in remotes:
             remote.on_use = self._bypass.note_use
         self.optimizers.drop_shipped_states()
@@ -779,7 +662,8 @@ class Pipeline(NotCopyable):
         divides = self._replicas is not None and self._replicas.divide_states
         self.optimizers.connect(remotes, numbers, dividing=averaging if divides else None)
         ending.callback(self.optimizers.end)
-        executing = self._executing(workers, holders, session)
+        transport = workers.transport if recovery is None else recovery.transport
+        executing = self._executing(remotes, transport, averaging, holders, ending)
         if self._blocks is None:
             ending.callback(replaced(self.module, "forward", self._forward))
         else:
@@ -792,59 +676,57 @@ class Pipeline(NotCopyable):
             ending.enter_context(_copy_on_stages(copy.module, stages[:-1]))
             copies.append(StateOfStages(copy.module, stages, remotes, number))
             ending.callback(copies[-1].end)
-        return _Running(
-            *executing,
-            state,
-            copies,
-            holders,
-            workers.processes,
-            threads=threads,
-            session=session,
-            ending=ending.pop_all(),
-        )
+        if recovery is not None:
+            ending.callback(recovery.end)
+            recovery.start()
+        return _Running(*executing, state, copies, holders, ending=ending.pop_all())
 
     def _executing(
         self,
-        workers: _Workers,
+        remotes: Sequence[RemoteStage],
+        transport: Transport | None,
+        averaging: Averaging | None,
         holders: Sequence[Holder],
-        session: ExitStack,
-        mirrors: Sequence[Mirror] = (),
+        ending: ExitStack,
     ) -> tuple[Executor, FillDrain, PerMicrobatch | None]:
-        """Create the executor and its front ends, which exist until the session ends."""
-        last = len(self.stages) - 1
+        """Create the stage of this process, the executor and its front ends."""
+        last, rank_of = len(self.stages) - 1, self.programs.rank_of
+        edges = Edges(rank_of[-1], rank_of, transport)
+        named = dict(self.module.named_parameters(remove_duplicate=False))
+        ties = TiedParameters(rank_of[-1], self._ties, named, transport) if self._ties and transport else None
         stage = Stage(
             chunks_of(
                 self.stages[last],
-                workers.edges.ports(),
+                edges.ports(),
                 self.device,
                 deferred_batch_norm=self.settings.deferred_batch_norm,
                 call=call_in_turn if self._blocks is None else self._blocks.call,
                 side_outputs=SideOutputs.of(last, self.stages[last]),
             ),
-            workers.edges,
-            ties=workers.ties,
+            edges,
+            ties=ties,
             name=describe(last, self.stages[last]),
         )
-        session.callback(stage.close)
+        ending.callback(stage.close)
         executor = Executor(
             PipelineParts(
                 module=self.module,
                 stages=self.stages,
                 stage=stage,
                 programs=self.programs,
-                edges=workers.edges,
-                ties=workers.ties,
-                remotes=workers.remotes,
+                edges=edges,
+                ties=ties,
+                remotes=remotes,
                 failures=self.failures,
                 settings=self.settings,
                 next_seed=partial(self._seeds.next, replica=self._replicas.number if self._replicas else 0),
                 num_updates=lambda: self.optimizers.num_steps + sum(holder.num_writes for holder in holders),
-                averaging=workers.averaging,
-                mirrors=mirrors,
+                averaging=averaging,
+                between_passes=self._between_passes,
             )
         )
         fill_drain = FillDrain(executor)
-        session.callback(executor.side_outputs.end)
+        ending.callback(executor.side_outputs.end)
         return (
             executor,
             fill_drain,
@@ -865,12 +747,14 @@ class Pipeline(NotCopyable):
         """What this process has of stage ``i``."""
         return [PartOfModule(stages[i], model, optimizers) for model, _, stages, optimizers in self._all()]
 
-    def _join_replicas(self, replicas: Replicas, wait: Wait, session: ExitStack) -> Averaging:
-        """Meet the drivers of the other replicas, until the session ends."""
+    def _join_replicas(self, replicas: Replicas, ending: ExitStack) -> Averaging:
+        """Meet the drivers of the other replicas, until the run ends."""
         with self.failures.explained():
             group = replicas.join(len(self.stages) - 1, self.failures.raise_untold)
+        wait = InterruptibleWait(self.failures, outlives_session=True)
+        ending.callback(wait.end)
         averaging = Averaging(group, self.parameters_here, self._buffers_here, wait=wait)
-        session.callback(averaging.close)
+        ending.callback(averaging.close)
         return averaging
 
     def _all(self) -> list[tuple[nn.Module, nn.Module, list[StageLayers], Sequence[Optimizer]]]:
@@ -914,7 +798,6 @@ class Pipeline(NotCopyable):
         session: ExitStack,
         *,
         client: Callable[[int, str, Any, StageProcess], RemoteStage],
-        meanwhile: Callable[[], None] = lambda: None,
         taken: Callable[[int, RemoteStage], None] = lambda i, remote: None,
     ) -> _Workers:
         """Start a worker for each stage but the last, which takes its state from an origin, and connect everything.
@@ -925,24 +808,18 @@ class Pipeline(NotCopyable):
             session: Ends what has been started.
             client: Returns the client of a stage, given its number and the RPC name, the host and the process of its
                 worker.
-            meanwhile: Called while the workers take their states.
             taken: Called with the number and the client of a stage when its worker has the state.
         """
-        workers = _Workers(Edges(0, [0] * len(self.balance), None))
-        if origins:
-            workers = self._connect(origins, threads, session, client)
-        meanwhile()
+        workers = self._connect(origins, threads, session, client) if origins else _Workers()
         for i, (origin, remote, unpacked) in enumerate(zip(origins, workers.remotes, workers.unpacked, strict=True)):
             group = workers.group
             assert group is not None
             with self.failures.explained():
                 origin.deliver(partial(send_storages, group=group, peer=i, wait=workers.wait))
-            unpacked.wait()
+            self.failures.result_of(unpacked)
             remote.connect(Sender(group, i, tag=ORDERS_TAG))
             taken(i, remote)
-        if self._replicas is None:
-            return workers
-        return replace(workers, averaging=self._join_replicas(self._replicas, workers.wait, session))
+        return workers
 
     def _connect(
         self,
@@ -953,7 +830,7 @@ class Pipeline(NotCopyable):
     ) -> _Workers:
         """Start the workers, which begin to take their states, and connect the data plane; see :meth:`_open`."""
         stages = [describe(i, layers) for i, layers in enumerate(self.stages[:-1])]
-        processes = Workers(stages) if self._world is None else Ranks(self._world)
+        processes = self._workers = Workers(stages) if self._world is None else Ranks(self._world)
         started = False
         session.callback(lambda: processes.stop(grace_seconds=_END_SECONDS if started else 0.0))
         own = processes.start(timeout_seconds=self.settings.rpc_timeout_sec, threads=threads)
@@ -972,13 +849,11 @@ class Pipeline(NotCopyable):
         session.callback(wait.end)
         for remote in clients:
             session.callback(remote.disconnect)
-        unpacked = [remote.ask(StageCommands.num_kept) for remote in clients]
+        unpacked = [remote.begin() for remote in clients]
         with self.failures.explained():
             group = join_data_plane(own, len(stages), self.failures.raise_untold)
-        named = dict(self.module.named_parameters(remove_duplicate=False))
-        rank_of = self.programs.rank_of
         store = partial(store_at, f"{own.rendezvous}/devices", own.size)
-        routes = routes_of(rank_of, self._ties)
+        routes = routes_of(self.programs.rank_of, self._ties)
         variables = variables_of_nccl(own) if self._plane == NCCL else {}
         with self.failures.explained(), environment_variables(**variables):
             transport = open_transport(self._plane, group, len(stages), self.device, routes, wait, store)
@@ -986,14 +861,11 @@ class Pipeline(NotCopyable):
         self.failures.first.add_done_callback(partial(_abort, ref(transport)))
         if self._plane != GLOO:
             self.failures.first.add_done_callback(partial(_abort_on_workers, [ref(remote) for remote in clients]))
-        rank = rank_of[-1]
-        ties = TiedParameters(rank, self._ties, named, transport) if self._ties else None
-        edges = Edges(rank, rank_of, transport)
-        return _Workers(edges, ties, clients, processes, wait, group, unpacked)
+        return _Workers(transport, clients, wait, group, unpacked)
 
     # End
 
-    def close(self, *, gather: bool = True) -> None:
+    def close(self, *, gather: bool = True, is_failing: bool = False) -> None:
         """End the workers; safe at any stage of set-up, and twice.
 
         The layers of a worker that has died or hangs are lost: they stay on the ``meta`` device.
@@ -1001,6 +873,8 @@ class Pipeline(NotCopyable):
         Args:
             gather: Wait for the workers, and make the module whole again if ``gathers_on_end`` is set. Otherwise what
                 the workers hold is lost.
+            is_failing: Whether the run ends with an error. Otherwise other replicas may need the workers of this one
+                until they have gathered, too.
 
         Raises:
             Exception: With ``gather``: what went wrong on a worker and has not been raised before, such as in the last
@@ -1013,8 +887,10 @@ class Pipeline(NotCopyable):
                         self._gather(self._running)
                     else:
                         self._leave(self._running)
+                    if self._recovery is not None and not is_failing:
+                        self._recovery.end_together()
         finally:
-            running, self._running = self._running, None
+            running, self._running, self._recovery = self._running, None, None
             if running is not None:
                 running.ending.close()
         if gather:
@@ -1043,8 +919,12 @@ class Pipeline(NotCopyable):
             module.register_state_dict_pre_hook(refuse_lost_values)
 
 
-def _nothing() -> None:
-    pass
+def _renewed(
+    remotes: Sequence[RemoteStage], failures: Failures, i: int, name: str, hosted: Any, process: StageProcess
+) -> RemoteStage:
+    """Return the client of a stage that another process has taken over."""
+    remotes[i].renew(name, hosted, process, failures)
+    return remotes[i]
 
 
 def _abort(transport: "ref[Transport]", _: Any) -> None:
@@ -1059,7 +939,7 @@ def _abort_on_workers(remotes: Sequence["ref[RemoteStage]"], _: Any) -> None:
         remote = known()
         if remote is not None and not remote.has_closed:
             with suppress(RuntimeError):  # the process has ended
-                remote.beside(abort_transfers)
+                remote.begin_beside(abort_transfers)
 
 
 @contextmanager

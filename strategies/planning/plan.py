@@ -661,10 +661,10 @@ class _Plan:
         """Note what snapshots take."""
         need = sum(measured.needs, measured.outside)
         if num := self._options.num_snapshots:
-            size = num * (need.parameters + need.states) / 2**20
+            size = num * need.total / 2**20
             self._notes.append(
-                f"snapshot_every_n_steps takes {size:,.1f} MiB of memory that is not in these figures, on all "
-                f"processes together: {num} copies of parameters and optimizer states"
+                f"max_restarts takes {size:,.1f} MiB of memory that is not in these figures, on all "
+                f"processes together: {num} copies of parameters, gradients and optimizer states"
             )
 
     def _note_cores(self, ways: Sequence[tuple[int, str, int]]) -> None:

@@ -50,11 +50,6 @@ class Rebalancing:
         if self._recording is not None:
             self._recording.stop()
 
-    @property
-    def has_recorded(self) -> bool:
-        """Whether :meth:`before_batch` will wait for records."""
-        return self._recording is not None
-
     def before_batch(self, pipeline: Pipeline, epoch: int) -> Imbalance | None:
         """Take what was recorded of the batch before; return what to do, if layers are to move now.
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import rank_recovery_job
-import recovery_job
+import repair_job
 import torch
 from harness import OWN_SERVER, run
 from paths import environment
@@ -59,49 +59,39 @@ def of_slurm() -> list[dict[str, str]]:
     return [{**common, "SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)} for i in range(3)]
 
 
-def with_spares() -> Any:
-    codes, said = torchrun("with spares")
+def many() -> Any:
+    codes, said = torchrun("many")
     assert codes == [0], said
-    return torch.load("results.pt"), recovery_job.fit({}, 0, **rank_recovery_job.EVERY_BATCH), said
+    expected = repair_job.fit({}, 0, **rank_recovery_job.EVERY_BATCH), repair_job.evaluate(is_disturbed=False)
+    return torch.load("results.pt"), expected, said
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(SECONDS + 60)
-def test_torchrun_with_spares() -> None:
-    found, expected, said = run(with_spares, timeout_seconds=SECONDS + 40, allow=["tmp"], env=OWN_SERVER)
-    (repaired, twice), restarted = found["repaired"], found["restarted"]
-    assert recovery_job.differences(repaired, expected) == []
-    assert len(repaired["recovered"]) >= len(rank_recovery_job.SNAPSHOTS) - 1 and repaired["restarts"] == []
-    assert repaired["recovered"][0].startswith("stage 0 (layers 0 to 1: Linear, Killable), process ")
-    assert "(rank 1) on " in repaired["recovered"][0] and repaired["left"] == []
-    # The processes that have taken over may be lost in the same batch.
-    assert recovery_job.differences(twice, expected) == [] and twice["restarts"] == []
-    assert len(twice["recovered"]) == 4 and twice["left"] == []
-    # One spare for each rank; those that were killed have been replaced, and the next ones became the workers.
-    for spares in found["spares"]:
-        assert spares["idle"] == spares["again"] == [1, 1], spares
-        assert {pid for pids in spares["spares"] for pid in pids} <= set(spares["workers"]), spares
-        assert " strategies.pipeline.worker.serve " in spares["command"]
-    # With max_restarts, the ranks replace workers too, and fit goes on from a checkpoint.
-    assert len(restarted["restarts"]) == 1 and restarted["recovered"] == []
-    for name in ("weights", "optimizers", "schedules"):
-        assert recovery_job.differences(restarted[name], expected[name], name) == []
-    assert said.count("another process takes its place") >= 2 * len(repaired["recovered"]) + 1
+def test_torchrun() -> None:
+    """In ``fit``, and in the validate, test and predict that the same ranks serve after it."""
+    found, (fit, evaluations), said = run(many, timeout_seconds=SECONDS + 40, allow=["tmp"], env=OWN_SERVER)
+    assert repair_job.differences(found["fit"], fit) == []
+    assert repair_job.differences(found["evaluations"], evaluations) == []
+    repairs = found["fit"]["repairs"]
+    assert len(repairs) >= len(rank_recovery_job.MANY) - 1
+    assert repairs[0].startswith("stage 0 (layers 0 to 1: Linear, Killable), process ")
+    assert "(rank 1) on " in repairs[0] and found["fit"]["left"] == []
+    assert said.count("another process takes its place") >= len(repairs)
     assert said.count("a script has ended") == 1
 
 
-def without_spares() -> Any:
-    codes, said = slurm("without spares")
-    return codes, said, torch.load("results.pt"), recovery_job.fit({}, 0, **rank_recovery_job.EVERY_BATCH)
+def the_rank_too() -> Any:
+    codes, said = slurm("the rank too")
+    return codes, said, torch.load("results.pt"), repair_job.fit({}, 0, **rank_recovery_job.EVERY_BATCH)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(SECONDS + 60)
-def test_slurm_without_spares_and_the_loss_of_a_rank() -> None:
+def test_slurm_and_the_loss_of_a_rank() -> None:
     """A worker is replaced by a fork. A rank itself is not: the run ends, so that the launcher can act."""
-    codes, said, found, expected = run(without_spares, timeout_seconds=SECONDS + 40, env=OWN_SERVER)
-    repaired = found["repaired"]
-    assert recovery_job.differences(repaired, expected) == []
-    assert len(repaired["recovered"]) == 1 and repaired["restarts"] == []
+    codes, said, found, expected = run(the_rank_too, timeout_seconds=SECONDS + 40, env=OWN_SERVER)
+    assert repair_job.differences(found["fit"], expected) == []
+    assert len(found["fit"]["repairs"]) == 1
     assert codes[0] == 1 and codes[2] == -signal.SIGKILL and "a script has ended" not in said
     assert "which supervised its worker, has ended: the launcher must start the run again" in said

@@ -1,4 +1,4 @@
-"""``snapshot_every_n_steps`` with replicas: fits that lose workers end as one that loses none, in both replicas."""
+"""``max_restarts`` with replicas: fits that lose workers end as one that loses none, in both replicas."""
 
 import pickle
 import subprocess
@@ -26,32 +26,18 @@ def launch(name: str) -> list[Any]:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow if name == "divided" else pytest.mark.nightly)
+        pytest.param(name, marks=pytest.mark.slow if name in ("gpipe", "divided") else pytest.mark.nightly)
         for name in recovery_replicas_job.CASES
     ],
 )
 def test_workers_of_replicas_are_killed(name: str) -> None:
     first, second = run(launch, name, timeout_seconds=290)
     _, cases = recovery_replicas_job.CASES[name]
-    for (differing, recovered, restarts), (differing_there, _, _), (kills, _) in zip(first, second, cases, strict=True):
+    for (differing, repairs), (differing_there, repairs_there), (kills, _) in zip(first, second, cases, strict=True):
         assert differing == [] and differing_there == []
-        assert restarts == []
         batches = kills[0].keys() | kills[1].keys()
-        # A loss may be noticed in the next step, whose own loss is then repaired with it.
-        least = sum(batch - 1 not in batches for batch in batches)
-        assert bool(recovered) == bool(batches) and len(recovered) >= least
-        assert all(line.startswith("In replica ") for line in recovered)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_restarts() -> None:
-    first, second = run(launch, "restarts", timeout_seconds=290)
-    for (differing, _, restarts), (differing_there, _, _), kills in zip(
-        first, second, recovery_replicas_job.RESTARTS["restarts"], strict=True
-    ):
-        assert differing == [] and differing_there == []
-        assert len(restarts) == sum(len(batches) for batches in kills)
+        for found in (repairs, repairs_there):
+            assert bool(found) == bool(batches)
 
 
 def launch_by_torchrun(name: str) -> list[Any]:
@@ -65,12 +51,10 @@ def launch_by_torchrun(name: str) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_replicas_of_torchrun() -> None:
-    """From snapshots, with a loss in each replica and two at once; then from checkpoints, with the same ranks."""
-    first, second = run(launch_by_torchrun, "launched", timeout_seconds=290, allow=["tmp"], env=OWN_SERVER)
-    (differing, recovered, restarts), (differing_later, recovered_later, restarts_later) = first
-    assert differing == [] and differing_later == [] and [differing for differing, _, _ in second] == [[], []]
-    assert len(recovered) >= 2 and restarts == [] and all(line.startswith("In replica ") for line in recovered)
-    assert recovered_later == [] and len(restarts_later) == 2
+    """With a loss in each replica, and two at once."""
+    found = run(launch_by_torchrun, "launched", timeout_seconds=290, allow=["tmp"], env=OWN_SERVER)
+    for ((differing, repairs),) in found:
+        assert differing == [] and len(repairs) >= 2
 
 
 def ending(name: str) -> tuple[str, float]:

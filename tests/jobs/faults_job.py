@@ -1,7 +1,6 @@
 """A user's script whose second stage of three comes to grief: ``python faults_job.py HOW PHASE RPC_TIMEOUT_SEC``.
 
-``HOW`` is what the process of that stage does when it comes to ``PHASE``: to itself, or to the driver;
-``kill once FILE``, unless there is such a file yet.
+``HOW`` is what the process of that stage does when it comes to ``PHASE``: to itself, or to the driver.
 """
 
 import logging
@@ -10,7 +9,6 @@ import signal
 import sys
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
@@ -39,11 +37,6 @@ def come_to_grief(how: str, driver: int) -> None:
     """Does it, unless this is the driver, whose part of the model is the same class."""
     if os.getpid() == driver:
         return
-    how, _, once = how.partition(" once ")
-    if once and Path(once).exists():
-        return
-    if once:
-        Path(once).touch()
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif how == "stop":
@@ -135,7 +128,7 @@ class Net(pl.LightningModule):
         return DoomedSGD(self.sequential_module[1], self.parameters())
 
 
-def train(how: str, phase: str, rpc_timeout_sec: float = 60.0, max_restarts: int = 0) -> float:
+def train(how: str, phase: str, rpc_timeout_sec: float = 60.0) -> float:
     """Trains for four steps; returns the last validation loss."""
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
@@ -146,7 +139,6 @@ def train(how: str, phase: str, rpc_timeout_sec: float = 60.0, max_restarts: int
         microbatches=MICROBATCHES,
         checkpoint="never",
         rpc_timeout_sec=rpc_timeout_sec,
-        max_restarts=max_restarts,
     )
     trainer = Trainer(
         accelerator="cpu",

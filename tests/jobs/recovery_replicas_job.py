@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from recovery_job import Kills, Net, differences, fit
+from repair_job import Kills, Net, differences, fit
 from torch import Tensor
 
 REPLICAS, STAGES = 2, 2
@@ -49,7 +49,7 @@ class Ending(ReplicaNet):
 
 
 class Killed(ReplicaNet):
-    """The driver of the second replica is killed while the first one recovers."""
+    """The driver of the second replica is killed while the first one repairs a worker."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         if batch_idx == 4 and self.trainer.global_rank == 1:
@@ -69,6 +69,7 @@ STEPS: tuple[Kills, Kills] = (
 """Batch 8: two losses at once."""
 THIRD: tuple[Kills, Kills] = ({5: ["backward-0"]}, {1: ["step-0"], 13: ["forward-0"]})
 QUIET: tuple[Kills, Kills] = ({1: ["step-0"], 4: ["backward-0"]}, {2: ["step-0"], 9: ["forward-0"]})
+VALIDATION: tuple[Kills, Kills] = ({0: ["sanity-0"], 13: ["validation-0"]}, {6: ["validation-0"]})
 BETWEEN: tuple[Kills, Kills] = (
     {2: ["on_train_batch_end-0"], 6: ["on_validation_start-0"], 13: ["on_train_end-0"]},
     {4: ["on_train_batch_end-0"], 8: ["on_train_batch_end-0"], 13: ["on_validation_batch_start-0"]},
@@ -79,12 +80,15 @@ SAVING: tuple[Kills, Kills] = (
     {6: ["on_save_checkpoint-0"]},
 )
 """The first replica writes; the other one has passed on or waits."""
+TEARDOWN: tuple[Kills, Kills] = ({13: ["at-end-0"]}, {5: ["backward-0"]})
 
 CASES: dict[str, Case] = {
     "gpipe": ({"accumulate_grad_batches": 1}, [(({}, {}), 1), (STEPS, 1), (THIRD, 3)]),
     "1f1b": ({"schedule": "1f1b"}, [(STEPS, 1), (THIRD, 3)]),
     "saving": ({"accumulate_grad_batches": 1}, [(SAVING, 1), (SAVING, 4)]),
     "quiet": ({"net": Net}, [(QUIET, 1)]),
+    "validation": ({}, [(VALIDATION, 1), (VALIDATION, 4)]),
+    "teardown": ({}, [(TEARDOWN, 1)]),
     "divided": (
         {"accumulate_grad_batches": 1, "options": {"shard_optimizer_states": True}},
         [(STEPS, 1), (BETWEEN, 3)],
@@ -100,15 +104,6 @@ LAUNCHED: dict[str, Case] = {
 }
 """Fits of ranks of torchrun."""
 
-RESTARTS: dict[str, Sequence[tuple[Kills, Kills]]] = {
-    "launched": [({12: ["forward-0"]}, {6: ["on_train_batch_end-0"]})],
-    "restarts": [
-        ({3: ["backward-0"], 12: ["forward-0"]}, {0: ["forward-0"], 8: ["step-0"]}),
-        ({}, {6: ["on_train_batch_end-0"], 13: ["on_train_end-0"]}),
-    ],
-}
-"""Kills of fits with ``max_restarts``."""
-
 ENDS: dict[str, type[Net]] = {"error": Ending, "driver": Killed}
 """Fits that end by an error."""
 
@@ -122,20 +117,11 @@ def main(folder: Path, name: str) -> None:
     os.chdir(place)
     if name in ENDS:
         fit({}, 1, net=ENDS[name], stages=STAGES, replicas=REPLICAS)
-    options, cases = {**CASES, **LAUNCHED}.get(name, ({"accumulate_grad_batches": 1}, ()))
+    options, cases = {**CASES, **LAUNCHED}[name]
     settings = {"net": ReplicaNet, "stages": STAGES, "replicas": REPLICAS, **options}
     repaired = [fit(kills[rank], every_n_steps, **settings) for kills, every_n_steps in cases]
-    with_restarts = {**settings, "options": {"max_restarts": 4, **options.get("options", {})}}
-    restarted = [fit(kills[rank], 0, **with_restarts) for kills in RESTARTS.get(name, ())]
     expected = fit({}, 0, **settings)  # last: whether ranks of torchrun replace workers is decided by the first fit
-    answers = [(differences(found, expected), found["recovered"], found["restarts"]) for found in repaired]
-    for found in restarted:
-        same = ("weights", "optimizers", "schedules", "random")
-        differing = differences([found[key] for key in same], [expected[key] for key in same])
-        for metrics in (found["metrics"], expected["metrics"]):  # a checkpoint within an epoch has no metric objects
-            metrics.update(dict.fromkeys([key for key in metrics if key.startswith("error")]))
-        differing += differences(found["metrics"], expected["metrics"], "metrics")
-        answers.append((differing, found["recovered"], found["restarts"]))
+    answers = [(differences(found, expected), found["repairs"]) for found in repaired]
     (folder / str(rank)).write_bytes(pickle.dumps(answers))
     torch.distributed.destroy_process_group()
 

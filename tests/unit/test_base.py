@@ -25,9 +25,9 @@ def prepared(strategy: Any, devices: int) -> tuple[Trainer, Any]:
 
 
 def test_a_lost_worker_is_the_first_error() -> None:
-    """The checkpoint could not be written because of it; ``max_restarts`` is for lost workers only."""
+    """The checkpoint could not be written because of it, so that error is only a warning."""
 
-    def close() -> None:
+    def close(*, is_failing: bool) -> None:
         raise WorkerLost("stage 0 was killed by signal 9")
 
     _, strategy = prepared(RPCSequentialStrategy([1, 1], async_save=True), 2)

@@ -92,7 +92,6 @@ ELSEWHERE: dict[str, list[str]] = {
         "integration/replicas/test_replicas.py",
         "integration/replicas/test_replicas_features.py",
     ],
-    "strategies/lightning/launch/restarts.py": ["faults/test_restarts.py"],
     "strategies/lightning/launch/script_launcher.py": [
         "faults/test_faults_ranks.py",
         "integration/replicas/test_replicas.py",
@@ -103,9 +102,6 @@ ELSEWHERE: dict[str, list[str]] = {
         "integration/parity/schedules/test_parity_1f1b.py",
     ],
     "strategies/lightning/profiler.py": ["integration/parity/trainer/test_parity_profilers.py"],
-    "strategies/lightning/recovery/moment.py": ["faults/test_step_recovery.py"],
-    "strategies/lightning/recovery/steps.py": ["faults/test_step_recovery.py", "faults/test_recovery_replicas.py"],
-    "strategies/lightning/recovery/together.py": ["faults/test_recovery_replicas.py"],
     "strategies/lightning/summary.py": ["integration/parity/trainer/test_summary.py"],
     "strategies/lightning/weight_averaging.py": ["integration/parity/training/test_parity_weight_averaging.py"],
     "strategies/optim/gradients.py": [
@@ -163,6 +159,8 @@ ELSEWHERE: dict[str, list[str]] = {
     "strategies/pipeline/pipe/followed.py": ["integration/pipe/test_pipe_rpc.py"],
     "strategies/pipeline/pipe/rpc_partitions.py": ["integration/pipe/test_pipe_rpc.py"],
     "strategies/pipeline/pipe/with_device.py": ["integration/pipe/test_pipe_rpc.py", "unit/pipeline/pipe/test_pipe.py"],
+    "strategies/pipeline/recovery/together.py": ["faults/test_recovery_replicas.py"],
+    "strategies/pipeline/recovery/recovery.py": ["integration/pipeline/test_recovery.py"],
     "strategies/pipeline/schedule/operations.py": [
         "unit/planning/test_devices.py",
         "unit/pipeline/schedule/test_posting.py",

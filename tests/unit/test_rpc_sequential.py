@@ -917,38 +917,16 @@ def test_the_command_line(mistake: str, capsys: pytest.CaptureFixture[str], monk
     assert "Traceback" not in said.err + said.out
 
 
-@pytest.mark.parametrize(
-    "settings, named",
-    [
-        ({"max_restarts": 1}, "max_restarts=1"),
-        ({"snapshot_every_n_steps": 2}, "snapshot_every_n_steps=2"),
-        ({"max_restarts": 1, "snapshot_every_n_steps": 2}, "max_restarts=1 and snapshot_every_n_steps=2"),
-        ({"max_restarts": 1, "spare_workers": 2}, "max_restarts=1 and spare_workers=2"),
-    ],
-)
-def test_no_worker_can_be_lost_with_a_single_stage(settings: dict[str, int], named: str) -> None:
-    with pytest.warns(UserWarning, match=rf"{named}: no effect with a single stage.*Set devices to 2 or more"):
-        trainer = fit(Model(), devices=1, **settings)
+def test_no_worker_can_be_lost_with_a_single_stage() -> None:
+    with pytest.warns(UserWarning, match=r"max_restarts has no effect with a single stage.*Set devices to 2 or more"):
+        trainer = fit(Model(), devices=1, max_restarts=1)
     assert trainer.global_step == 2
 
 
-def test_spare_workers_without_a_use() -> None:
-    message = r"spare_workers=2 has no effect, .* set snapshot_every_n_steps or max_restarts, or leave "
+def test_a_setting_of_repairs_without_repairs() -> None:
+    message = "snapshot_every_n_steps=2 has no effect with max_restarts=0, .*: set max_restarts to 1 or more, or leave"
     with pytest.raises(MisconfigurationException, match=message):
-        RPCSequentialStrategy(spare_workers=2)
-    with pytest.raises(MisconfigurationException, match="spare_workers must be a whole number of at least 0, got -1"):
-        RPCSequentialStrategy(spare_workers=-1, max_restarts=1)
-
-
-def test_spare_workers_where_the_strategy_starts_the_workers() -> None:
-    """They are forks of a waiting process there, and a warning says that the setting has no effect."""
-    message = r"^spare_workers=2: no effect in this run, whose workers the strategy starts itself: .*torchrun and SLURM"
-    with pytest.warns(UserWarning, match=message), pytest.raises(Started):
-        fit(Model(), balance=[1, 2], max_restarts=1, spare_workers=2)
-    with warnings.catch_warnings(record=True) as said, pytest.raises(Started):
-        warnings.simplefilter("always")
-        fit(Model(), balance=[1, 2], max_restarts=1)
-    assert not [str(each.message) for each in said if "spare_workers" in str(each.message)]
+        RPCSequentialStrategy(snapshot_every_n_steps=2)
 
 
 def test_mixed_precision_on_devices_of_two_kinds() -> None:

@@ -92,7 +92,7 @@ def thinned(curve: Curve, most: int = MOST_POINTS) -> Curve:
 
 
 def runs_of(curve: Curve) -> list[Curve]:
-    """Divide a curve where a value is not finite, and where steps go back, as they do after a restart."""
+    """Divide a curve where a value is not finite, and where steps go back: a run has continued from a checkpoint."""
     runs: list[Curve] = [[]]
     for step, value in curve:
         if not math.isfinite(value):

@@ -38,7 +38,7 @@ _OF_EVERY_EVENT = {"time", "event", "epoch", "step", "processes"}
 _USUAL = ("start", "checkpoint", "end", "error")
 """Events that every run may have; the steps of others are marked in charts."""
 
-_WORDS = {"microbatches": "micro-batches", "error": "", "line": "", "lost": "", "repeated": "steps run again"}
+_WORDS = {"microbatches": "micro-batches", "error": "", "line": "", "lost": "", "num_messages": "messages sent again"}
 """Keys of what an event tells in other words; sentences need none."""
 
 _PART_COLOURS = {**COLOURS, "sending": "#f2c6de", "optimizer": "#c9b8e8"}
@@ -344,7 +344,7 @@ def _memory(run: Run) -> Iterator[str]:
 
 def _events(run: Run) -> Iterator[str]:
     if not run.events:
-        yield _missing("Starts, restarts and checkpoints are not in the folder.", _MONITOR)
+        yield _missing("Starts, repairs and checkpoints are not in the folder.", _MONITOR)
     else:
         first = run.events[0]["time"]
         yield '<div class="card scroll tall"><table class="wide"><tr><th>event</th><th class=right>step</th>'

@@ -131,7 +131,7 @@ class ResumingFitLoop(FitLoop):
     def _complete_steps(self) -> None:
         batches: Any = self.epoch_loop.batch_progress
         epochs: Any = self.epoch_progress
-        forget_validation(self.epoch_loop.val_loop)  # that of an earlier fit, or of this one before a restart
+        forget_validation(self.epoch_loop.val_loop)  # that of an earlier fit
         if batches.current.ready == batches.current.processed > batches.current.completed:
             batches.increment_completed()
             self.epoch_loop.finishes_batch = True

@@ -53,8 +53,7 @@ _IN_FLOAT64 = (None, 32, "32", "32-true")
 _LEFT_OUT = {
     "balance_mode": "balance_by_size",
     "max_restarts": 0,
-    "snapshot_every_n_steps": 0,
-    "spare_workers": 0,
+    "snapshot_every_n_steps": 1,
     "rebalance": None,
     "rebalance_every_n_steps": None,
     "rebalance_threshold": None,

@@ -15,12 +15,11 @@ class RanksLauncher(Launcher):
 
     Args:
         world: This rank and the others.
-        inner: What a driver's calls go through; ``None``: nothing else.
-        num_spares: If given, ranks replace workers that are killed, and keep so many spare processes for that.
+        replace_workers: Whether ranks start another worker for one that has been killed.
     """
 
-    def __init__(self, world: World, inner: Launcher | None = None, *, num_spares: int | None = None) -> None:
-        self._world, self._inner, self._num_spares = world, inner, num_spares
+    def __init__(self, world: World, *, replace_workers: bool = False) -> None:
+        self._world, self._replace_workers = world, replace_workers
         self._store: Store | None = None
 
     @property
@@ -35,7 +34,7 @@ class RanksLauncher(Launcher):
             MisconfigurationException: If an earlier Trainer has divided the ranks into another number of stages.
         """
         if not self._world.is_driver:
-            become_worker(self._world, num_spares=self._num_spares)
+            become_worker(self._world, replace=self._replace_workers)
         if self._store is None:
             store = self._world.store()
             if (before := self._world.divided_into(store)) != self._world.num_stages:
@@ -46,8 +45,6 @@ class RanksLauncher(Launcher):
                 )
             atexit.register(dismiss, self._world, store)
             self._store = store
-        if self._inner is not None:
-            return self._inner.launch(function, *args, trainer=trainer, **kwargs)
         return function(*args, **kwargs)
 
     def kill(self, signum: Any) -> None:

@@ -180,14 +180,12 @@ class ReplicatedStrategy(ParallelStrategy):
     def barrier(self, name: str | None = None) -> None:
         """Waits for all replicas."""
         if distributed_is_initialized() and self.is_distributed:
-            self._before_collective()
             torch.distributed.barrier()
 
     def broadcast(self, obj: _Value, src: int = 0) -> _Value:
         """Returns the object that replica ``src`` has passed."""
         if not (distributed_is_initialized() and self.is_distributed):
             return obj
-        self._before_collective()
         objects = [obj]
         torch.distributed.broadcast_object_list(objects, src)
         return objects[0]
@@ -195,18 +193,8 @@ class ReplicatedStrategy(ParallelStrategy):
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Returns the mean or the sum of a tensor over the replicas. Other objects are returned unchanged."""
         if isinstance(tensor, torch.Tensor) and self.is_distributed:
-            self._before_collective()
             return sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
         return tensor
-
-    def _before_collective(self) -> None:
-        """Called before each operation in which all replicas take part."""
-
-    def all_gather(self, tensor: torch.Tensor, group: Any | None = None, sync_grads: bool = False) -> torch.Tensor:
-        """Returns the tensors of all replicas, ``[replicas, ...]``."""
-        if self.is_distributed:
-            self._before_collective()
-        return super().all_gather(tensor, group, sync_grads)
 
     def teardown(self) -> None:
         """Removes the rendezvous of the replicas. The process group stays for the next ``fit`` or ``test``."""

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from functools import partial
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -33,8 +32,6 @@ class ScriptLauncher(SubprocessScriptLauncher):
     The ranks of a new launch run the script from its start and meet rank 0 in their first ``fit``.
     """
 
-    inner: Launcher | None = None
-    """What the calls of every rank go through; ``None``: nothing else."""
     role: ClassVar[RankMonitor | MonitoredRank | None] = None
     """Of the whole process, as the process group is: Trainers come and go."""
 
@@ -59,8 +56,6 @@ class ScriptLauncher(SubprocessScriptLauncher):
             except FileNotFoundError as error:  # a file of the process of rank 0
                 raise RuntimeError(f"rank {rank}: rank 0 is gone, so this process ends as well") from error
         set_num_threads_if_needed(num_processes=self.num_processes)
-        if self.inner is not None:
-            function = partial(self.inner.launch, function, trainer=trainer)
         role = self.role
         if isinstance(role, RankMonitor):
             self.procs = role.processes  # which another Trainer may have started

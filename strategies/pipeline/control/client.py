@@ -5,16 +5,17 @@ RemoteStage          sends commands to a stage ──▶ Answer
 other threads ── add ──▶ Failures ──▶ ends Answer.wait and InterruptibleWait at once, with the cause
 """
 
+import itertools
 import pickle
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import futures
@@ -22,7 +23,7 @@ from torch.distributed import rpc
 
 from strategies.commands.declaration import Call, declarations_of
 from strategies.commands.failure import Failure
-from strategies.commands.host import Behind, Order, follow, perform, progress
+from strategies.commands.host import Behind, follow, perform, progress
 from strategies.common.errors import PeerFailed, WorkerLost, is_consequence
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.transport.channel import Sender, unrecorded
@@ -54,9 +55,12 @@ _RPC_TRANSPORT = "originated at tensorpipe/"
 
 
 class Failures:
-    """Collects the failures of all processes, from whichever thread detects them.
+    """Collects the failures of all processes of a session, from whichever thread detects them.
 
     A failure is a *consequence* if it results from the failure of another process, such as a closed connection.
+
+    If lost workers are replaced, another session follows, with failures of its own. Whoever refers to the failures of
+    an earlier session learns of those of the present one.
     """
 
     def __init__(self) -> None:
@@ -65,12 +69,46 @@ class Failures:
         self.first: Future[None] = Future()
         """Done as soon as there is a failure."""
         self._cause: Future[None] = Future()
-        self.raised = False
+        self._raised = False
+        self.repair: Future[Failures | None] | None = None
+        """Done when it is decided what becomes of a failure: the failures of the next session, or ``None`` if it is
+        raised. Without this, all are raised."""
+        self._successor: Failures | None = None
+
+    @property
+    def current(self) -> "Failures":
+        """The failures of the present session."""
+        found = self
+        while found._successor is not None:
+            found = found._successor
+        return found
+
+    @property
+    def raised(self) -> bool:
         """Whether a failure has been raised to the user."""
+        return self.current._raised
+
+    def give_way_to(self, successor: "Failures") -> None:
+        """End the session of these failures, which have been repaired."""
+        assert self.repair is not None
+        self._successor = successor
+        self.repair.set_result(successor)
+
+    def settle(self) -> None:
+        """Return when there is no failure, or when all have been repaired.
+
+        Raises:
+            Exception: The cause of the failures, if they are not repaired.
+        """
+        while (current := self.current).any:
+            if current.repair is None or current._raised or current.repair.result() is None:
+                current.raise_cause()
 
     def add(self, error: BaseException, *, consequence: bool) -> None:
-        """Record a failure."""
+        """Record a failure, unless the session is over."""
         with self._lock:
+            if self._successor is not None:
+                return
             is_first = not self._found
             is_first_cause = not consequence and all(consequence for _, consequence in self._found)
             self._found.append((error, consequence))
@@ -80,10 +118,26 @@ class Failures:
         if is_first:
             self.first.set_result(None)
 
+    def put_first(self, error: BaseException) -> None:
+        """Record the failure that is raised in place of those so far."""
+        with self._lock:
+            self._found.insert(0, (error, False))
+
     @property
     def any(self) -> bool:
         """Whether there is a failure."""
-        return bool(self._found)
+        return bool(self.current._found)
+
+    def result_of(self, future: "Future[R]") -> R:
+        """Wait for a future, and return its result.
+
+        Raises:
+            Exception: The cause of the failures, if there are any meanwhile.
+        """
+        _wait_for_any(future, self.first)
+        if self.any:
+            self.raise_cause()
+        return future.result()
 
     def raise_untold(self) -> None:
         """Raise the cause of the failures, if there are any and none has been raised."""
@@ -96,19 +150,34 @@ class Failures:
         try:
             yield
         except BaseException as error:  # Ctrl-C as well
-            self.add(error, consequence=is_consequence(error))
+            current = self.current
+            if current.any and current.repair is not None and not current.repair.done():
+                current.put_first(error)  # what is being repaired is not why the user's code ends
+            else:
+                current.add(error, consequence=is_consequence(error))
             self.raise_cause()
 
     def raise_cause(self) -> NoReturn:
-        """Raise the first failure that is not a consequence; if there is none within 2 s, the first consequence.
+        """Raise :meth:`cause`.
 
         Raises:
-            WorkerLost: Instead of an error of gloo, if a connection was lost although no process has failed.
             RuntimeError: Instead of ``StopIteration``, at which Lightning's loop would end the epoch without an error.
+        """
+        current = self.current
+        current._raised = True
+        cause = current.cause()
+        if isinstance(cause, StopIteration):
+            raise _not_ending_loops(cause) from cause
+        raise cause
+
+    def cause(self) -> BaseException:
+        """Return the first failure that is not a consequence; if there is none within 2 s, the first consequence.
+
+        It is a :class:`WorkerLost` instead of an error of gloo, if a connection was lost although no process has
+        failed.
         """
         wait([self._cause], _DIAGNOSIS_SECONDS)
         with self._lock:
-            self.raised = True
             causes = [error for error, consequence in self._found if not consequence]
             # A stage that did not answer is named in its error; an error of its neighbour, or of a connection with it,
             # does not name it. On a busy machine the exit status of a killed worker comes too late to be a cause.
@@ -117,13 +186,13 @@ class Failures:
                 key=lambda e: (not isinstance(e, WorkerLost), isinstance(e, PeerFailed)),
             )
             first = (causes or consequences)[0]
-        if isinstance(first, StopIteration):
-            raise _not_ending_loops(first) from first
         if not causes and "gloo/transport" in str(first):
-            raise WorkerLost(
+            lost = WorkerLost(
                 f"the data plane between the stages has failed, although every stage's process still runs: {first}"
-            ) from first
-        raise first
+            )
+            lost.__cause__ = first
+            return lost
+        return first
 
 
 def _not_ending_loops(error: StopIteration) -> RuntimeError:
@@ -137,10 +206,12 @@ class InterruptibleWait:
 
     Args:
         failures: The failures that end a wait.
+        outlives_session: Whether what is waited for comes from processes that are not replaced when workers are. Then a
+            failure that is repaired does not end a wait.
     """
 
-    def __init__(self, failures: Failures) -> None:
-        self._failures = failures
+    def __init__(self, failures: Failures, *, outlives_session: bool = False) -> None:
+        self._failures, self._outlives_session = failures, outlives_session
         self._waits: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
         self._ended: SimpleQueue[tuple[Callable[[], Any] | None, BaseException | None]] = SimpleQueue()
         self._has_ended = False
@@ -152,17 +223,18 @@ class InterruptibleWait:
 
         Raises:
             Exception: What the function raises, or the cause of the failures if there are any.
+            PeerFailed: Instead of that cause, if it may be repaired.
             RuntimeError: If the pipeline has ended.
         """
         if self._has_ended:
             raise RuntimeError("the pipeline has ended, so its stages send no more messages")
         if self._failures.any:
-            self._failures.raise_cause()
+            self._give_up()
         self._waits.put(wait_for_message)
         while True:
             which, error = self._ended.get()
             if which is None:
-                self._failures.raise_cause()
+                self._give_up()
             if which is wait_for_message:
                 break
         if error is not None:
@@ -172,6 +244,17 @@ class InterruptibleWait:
         """Let the thread end, once its last wait has returned or the connection has been closed."""
         self._has_ended = True
         self._waits.put(None)
+
+    def _give_up(self) -> None:
+        if self._outlives_session:
+            self._failures.settle()
+            if self._failures.current is not self._failures:
+                self._failures = self._failures.current
+                self._failures.first.add_done_callback(self._wake)
+            return
+        if self._failures.repair is not None:
+            raise PeerFailed("another process has failed, and the wait for a message ends")
+        self._failures.raise_cause()
 
     def _wake(self, _: Any) -> None:
         self._ended.put((None, None))
@@ -261,16 +344,96 @@ class _InOrder:
                     self._is_handling = False
 
 
+class Entry(Protocol):
+    """One operation of the driver, as a log keeps it.
+
+    Attributes:
+        size_bytes: The memory that the log needs for it.
+    """
+
+    size_bytes: int
+
+    def run(self) -> None:
+        """Carry it out for the first time, in the present session."""
+
+    def run_again(self) -> None:
+        """Carry it out once more, in a session that follows."""
+
+
+class StageLog(Protocol):
+    """Keeps what stages are told, for workers that take over from lost ones; see :mod:`strategies.pipeline.recovery`.
+
+    Attributes:
+        failures: Those of the present session.
+        lock: Held while workers are replaced.
+    """
+
+    failures: Failures
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]: ...
+
+    def perform(self, entry: Entry) -> None: ...
+
+    def overcome(self, failures: Failures, error: Exception) -> None: ...
+
+
+class _Order:
+    """Calls without results."""
+
+    def __init__(self, stage: "RemoteStage", calls: list[Call]) -> None:
+        self._stage, self._message = stage, pickle.dumps(calls)
+        self.size_bytes = len(self._message)
+
+    def run(self) -> None:
+        self._stage.transmit(self._message)
+
+    run_again = run
+
+
+class _Question:
+    """Calls of which the last one has a result.
+
+    Attributes:
+        result: Done when the result is here.
+    """
+
+    def __init__(self, stage: "RemoteStage", calls: list[Call], *, is_logged: bool) -> None:
+        self._stage, self._calls = stage, calls
+        self._copy = pickle.dumps(calls) if is_logged else b""
+        self.size_bytes = len(self._copy)
+        self.result: Future[Any] = Future()
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the result is here."""
+        return self.result.done() and self.result.exception() is None
+
+    def run(self) -> None:
+        calls, self._calls = self._calls, []
+        self._stage.call(calls, self.result)
+
+    def run_again(self) -> None:
+        calls = pickle.loads(self._copy)
+        if not self.is_answered:
+            self.result = Future()
+            self._stage.call(calls, self.result)
+        elif not _DECLARATIONS[calls[-1][0]].only_reads:
+            self._stage.call(calls, Future())
+        elif len(calls) > 1:
+            self._stage.transmit(pickle.dumps(calls[:-1]))
+
+
 class Answer(Generic[R]):
     """The result of a command, which may be under way.
 
     Args:
         stage: The stage that runs the command.
-        result: Done when the result is here.
+        asked: The command.
     """
 
-    def __init__(self, stage: "RemoteStage", result: "Future[R]") -> None:
-        self._stage, self._result = stage, result
+    def __init__(self, stage: "RemoteStage", asked: _Question) -> None:
+        self._stage, self._asked = stage, asked
 
     def wait(self) -> R:
         """Wait for the result.
@@ -279,12 +442,14 @@ class Answer(Generic[R]):
             Exception: The first failure of any stage, with the type that it had there. After that has been raised, only
                 a failure of this command, so that what a broken pipeline still holds can be fetched.
         """
-        failures = self._stage.failures
-        if not failures.raised:
-            _wait_for_any(self._result, failures.first)
-            if failures.any:
-                failures.raise_cause()
-        return self.rescue()
+        while True:
+            failures, asked = self._stage.present_failures, self._asked
+            if failures.raised:
+                return self.rescue()
+            _wait_for_any(asked.result, failures.first)
+            failures.settle()
+            if failures.current is failures:
+                return self.rescue()
 
     def rescue(self) -> R:
         """Wait for the result, even if another stage has failed.
@@ -292,12 +457,71 @@ class Answer(Generic[R]):
         Raises:
             WorkerLost: If this stage has been given up.
         """
-        return self._stage.result_or_loss(self._result)
+        while True:
+            failures, result = self._stage.present_failures, self._asked.result
+            if failures.repair is not None:
+                _wait_for_any(result, failures.first)
+                if not (result.done() and result.exception() is None) and failures.repair.result() is not None:
+                    continue
+            return self._stage.result_or_loss(result)
 
     @property
     def is_here(self) -> bool:
         """Whether the result, or a failure, has arrived."""
-        return self._result.done()
+        return self._asked.result.done()
+
+
+class Reply(Generic[R]):
+    """The result of a function that runs beside the commands of a stage.
+
+    Args:
+        stage: The stage.
+        function: The function.
+        args: Its arguments after the ``RRef`` to the host of the stage.
+        is_logged: Whether the function leaves something on the stage that commands need.
+    """
+
+    size_bytes = 0
+
+    def __init__(
+        self, stage: "RemoteStage", function: Callable[..., R], args: Sequence[Any], *, is_logged: bool = False
+    ) -> None:
+        self._stage, self._function, self._args, self._is_logged = stage, function, args, is_logged
+
+    def run(self) -> None:
+        """Call the function."""
+        with self._stage.undisturbed():
+            self._failures = self._stage.present_failures
+            self._reply = self._stage.begin_beside(self._function, *self._args)
+
+    def run_again(self) -> None:
+        """Call the function once more, ahead of commands that need it."""
+        self._reply = self._stage.begin_beside(self._function, *self._args)
+        self._reply.wait()
+
+    def wait(self) -> R:
+        """Wait for the result.
+
+        Raises:
+            WorkerLost: If the process of the stage has ended.
+            Exception: What the function has raised, which is no failure of the stage.
+        """
+        while True:
+            try:
+                result: R = self._reply.wait()
+                return result
+            except Exception as error:
+                cause = self._stage.cause_of(error)
+                repair = self._failures.repair
+                if cause is error or repair is None:
+                    raise cause from (None if cause is error else error)
+                self._failures.add(cause, consequence=False)
+                if repair.result() is None:
+                    raise cause from error
+            if self._is_logged:
+                self._failures = self._stage.present_failures
+            else:
+                self.run()
 
 
 class RemoteStage(NotCopyable):
@@ -336,6 +560,9 @@ class RemoteStage(NotCopyable):
         self._link: Sender | None = None
         self._followed: Future[Any] = Future()
         """Done when the stage follows its link no more."""
+        self._log: StageLog | None = None
+        self._lasting: list[Call] = []
+        self._num_shelved = itertools.count()
         self.version = 0
         """Changes whenever the stage may have changed a parameter, a buffer or a gradient."""
         self.in_pass = False
@@ -352,17 +579,16 @@ class RemoteStage(NotCopyable):
         """Refuse reading from now on, because the pipeline has ended.
 
         Stand-ins of tensors may outlive the pipeline and refer to this client, which then must not refer to the data
-        plane, whose port would stay open, nor to failures: tracebacks refer to stand-ins in turn, and Python's garbage
-        collector does not free a cycle that contains a tensor to which autograd refers.
+        plane, whose port would stay open, nor to the log, which has copies of values, nor to failures: tracebacks refer
+        to stand-ins in turn, and Python's garbage collector does not free a cycle that contains a tensor to which
+        autograd refers.
         """
         self.has_closed, self.failures = True, Failures()
-        self._link = None
+        self._link = self._log = None
         self.on_use = _nothing
 
     def renew(self, name: str, host: Any, process: StageProcess, failures: Failures) -> None:
         """Send commands to another process from now on, which has taken over the stage of the one before.
-
-        What has not been sent is dropped.
 
         Args:
             name: Its RPC name.
@@ -372,10 +598,24 @@ class RemoteStage(NotCopyable):
         """
         self._name, self._host, self.process, self.failures = name, host, process, failures
         self._number, self._replies, self._lost = 0, _InOrder(), Future()
-        self._queued.clear()
         self._link, self._followed = None, Future()
-        self.version += 1
-        self.in_pass = False
+
+    def keep_log(self, log: StageLog) -> None:
+        """From now on, note in a log what the stage is told and asked."""
+        self._log = log
+
+    @property
+    def present_failures(self) -> Failures:
+        """The failures of the session in which operations run now; while workers are replaced, of the one before."""
+        return self.failures if self._log is None else self._log.failures
+
+    def undisturbed(self) -> AbstractContextManager[Any]:
+        """Return a context in which no process takes over the stage."""
+        return nullcontext() if self._log is None else self._log.lock
+
+    def number_shelved(self) -> int:
+        """Return the number of the next part of the state on the shelf of the stage."""
+        return next(self._num_shelved)
 
     @property
     def has_ended(self) -> bool:
@@ -404,24 +644,33 @@ class RemoteStage(NotCopyable):
         called = _Callee(self.process, self._lost, self.failures, self._replies)
         reply: Any = unrecorded(rpc.rpc_async, self._name, follow, args=(self._host,), timeout=0)
         reply.add_done_callback(partial(self._settle, done=self._followed, called=called))
+        if self._lasting:
+            self.transmit(pickle.dumps(self._lasting))
 
     def disconnect(self) -> None:
         """Have the stage follow its link no more, if it still does."""
         if self._link is not None and not self._followed.done() and not self.failures.any:
-            self._order(None, self._link)
+            self.transmit(pickle.dumps(None))
             wait([self._followed], _END_SECONDS)
         self._link = None
 
     def send(self, command: StageCommand[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         """Send a command that has no result. Failures are recorded as soon as they are known."""
-        declared, call = _DECLARATIONS[command.__name__], (command.__name__, args, kwargs)
+        declared = _DECLARATIONS[command.__name__]
+        call: Call = (command.__name__, args, kwargs)
         self.version += declared.changes_values
+        if declared.lasts:
+            self._lasting.append(call)
         if declared.can_wait:
             self._queued.append(call)
+            return
+        calls: list[Call] = [*self._taken_from_queue(), call]
+        if self._log is not None:
+            self._log.perform(_Order(self, calls))
         elif self._link is None:
-            self._call(call)
+            self.call(calls, Future())
         elif not self._followed.done():  # else it has failed
-            self._order([*self._taken_from_queue(), call], self._link)
+            self.transmit(pickle.dumps(calls))
 
     def send_zero_grad(self, name: str, set_to_none: bool, module: int = 0) -> None:
         """Send :meth:`StageCommands.zero_grads` for a parameter; consecutive ones become one command."""
@@ -435,21 +684,41 @@ class RemoteStage(NotCopyable):
     def ask(self, command: StageCommand[P, R], *args: P.args, **kwargs: P.kwargs) -> Answer[R]:
         """Send a command that has a result, without waiting for it."""
         self.version += _DECLARATIONS[command.__name__].changes_values
-        return Answer(self, self._call((command.__name__, args, kwargs)))
+        asked = _Question(
+            self, [*self._taken_from_queue(), (command.__name__, args, kwargs)], is_logged=self._log is not None
+        )
+        if self._log is None:
+            asked.run()
+        else:
+            self._log.perform(asked)
+        return Answer(self, asked)
 
-    def _order(self, order: Order, link: Sender) -> None:
-        message = pickle.dumps(order)
+    def begin(self) -> "Future[Any]":
+        """Ask the process for an answer as soon as it has the stage; returns that answer, which no log keeps."""
+        begun = Future[Any]()
+        self.call([(StageCommands.num_kept.__name__, (), {})], begun)
+        return begun
+
+    def transmit(self, message: bytes) -> None:
+        """Send an order over the link, if the stage follows it."""
+        if self._link is None or self._followed.done():
+            return
         padded = message.ljust(-(-len(message) // _MESSAGE_BYTES) * _MESSAGE_BYTES, b"\0")
         with suppress(RuntimeError):  # the process of the stage has ended, which the reply to follow reports
-            link.send(torch.frombuffer(bytearray(padded), dtype=torch.uint8), 0, 0, keep=_MOST_UNDER_WAY)
+            self._link.send(torch.frombuffer(bytearray(padded), dtype=torch.uint8), 0, 0, keep=_MOST_UNDER_WAY)
 
     def _taken_from_queue(self) -> list[Call]:
         return [self._queued.popleft() for _ in range(len(self._queued))]
 
-    def _call(self, call: Call) -> "Future[Any]":
-        """Call RPC with the queued commands and another one; returns the result of that."""
-        number, done = self._number, Future[Any]()
-        arguments = (self._host, [*self._taken_from_queue(), call], number)
+    def call(self, calls: Sequence[Call], done: "Future[Any]") -> None:
+        """Call RPC with commands.
+
+        Args:
+            calls: The commands.
+            done: Gets the result of the last one.
+        """
+        number = self._number
+        arguments = (self._host, calls, number)
         reply: Any
         try:
             reply = unrecorded(rpc.rpc_async, self._name, perform, args=arguments, timeout=0)
@@ -463,26 +732,32 @@ class RemoteStage(NotCopyable):
         called = _Callee(self.process, self._lost, self.failures, self._replies)
         settle = partial(self._settle, done=done, called=called)
         reply.add_done_callback(lambda reply: called.replies.arrived(number, partial(settle, reply)))
-        if self._link is not None and not self._followed.done():  # last: if interrupted, the next one does it
-            self._order(number, self._link)
-        return done
+        self.transmit(pickle.dumps(number))  # last: if interrupted, the next one does it
 
-    def beside(
-        self, function: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs
-    ) -> "futures.Future[R]":
+    def beside(self, function: Callable[..., R], *args: Any) -> Reply[R]:
         """Call ``function(host, ...)`` in the process of the stage, on a thread of RPC, while commands run.
 
         Args:
-            function: A function whose first argument is the ``RRef`` to the host.
-            args: Its other positional arguments.
-            kwargs: Its keyword arguments.
-
-        Returns:
-            A future whose ``wait`` returns the result, or raises an exception, which is no failure of the stage.
+            function: A function whose first argument is the ``RRef`` to the host. If the worker is lost and replaced,
+                the function is called once more.
+            args: Its other arguments.
         """
-        arguments = (self._host, *args)
-        reply: Any = unrecorded(rpc.rpc_async, self._name, function, args=arguments, kwargs=kwargs, timeout=0)
+        reply = Reply(self, function, args)
+        reply.run()
         return reply
+
+    def beside_logged(self, function: Callable[..., R], *args: Any) -> Reply[R]:
+        """Do the same with a function that leaves something on the stage that commands need."""
+        reply = Reply(self, function, args, is_logged=True)
+        if self._log is None:
+            reply.run()
+        else:
+            self._log.perform(reply)
+        return reply
+
+    def begin_beside(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call ``function(host, ...)`` in the present process of the stage; returns a future of torch."""
+        return unrecorded(rpc.rpc_async, self._name, function, args=(self._host, *args), timeout=0)
 
     def cause_of(self, error: Exception) -> Exception:
         """Return why a call of :meth:`beside` failed: the process cannot be reached, or what the function raised."""
@@ -490,7 +765,7 @@ class RemoteStage(NotCopyable):
 
     def ask_for_progress(self) -> Any:
         """Ask what the stage does; the answer is a :class:`~strategies.common.activity.Progress`."""
-        return self.beside(progress)
+        return self.begin_beside(progress)
 
     def readable(self) -> "RemoteStage":
         """Return the stage if user code, which may ask at any time, can read its values now.
@@ -553,7 +828,10 @@ class RemoteStage(NotCopyable):
             done.set_exception(lost)
             return
         if isinstance(value, Behind):
-            _add(value.failure, failures)
+            failed = _add(value.failure, failures)
+            if failures.repair is not None and not failures.repair.done():
+                done.set_exception(failed)  # the stage may not have done what was to be done before
+                return
             value = value.reply
         if isinstance(value, Failure):
             done.set_exception(_add(value, failures))
@@ -611,8 +889,7 @@ def leading(failures: Failures, remotes: Iterable[RemoteStage], fail: Callable[[
     Raises:
         Exception: The first failure of any process that is not a consequence of another one.
     """
-    if failures.any:
-        failures.raise_cause()
+    failures.settle()
     outermost = [remote for remote in remotes if not remote.in_pass]
     for remote in outermost:
         remote.in_pass = True

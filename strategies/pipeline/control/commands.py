@@ -35,14 +35,17 @@ class StageCommands(Protocol):
 
     # Passes
 
+    @command(changes_values=False, can_wait=True, lasts=True)
+    def learn(self, program: Hashable, row: Row) -> None:
+        """Remember this process's row of a program, by the name of the program."""
+
     @command()
-    def run(self, this: Pass, program: Hashable, row: Row | None) -> None:
+    def run(self, this: Pass, program: Hashable) -> None:
         """Run this process's row of a program.
 
         Args:
             this: The pass. If it gathers, its gradients stay apart from ``.grad`` until :meth:`release`.
             program: The name of the program.
-            row: The row; ``None`` if it has been sent before under this name.
         """
 
     @command(can_wait=True)
@@ -53,7 +56,7 @@ class StageCommands(Protocol):
     def discard(self, number: int) -> None:
         """Forget a pass that will have no backward part."""
 
-    @command(changes_values=False)
+    @command(only_reads=True)
     def num_kept(self) -> int:
         """Return the number of micro-batches that wait for their backward pass."""
 
@@ -70,11 +73,11 @@ class StageCommands(Protocol):
 
     # Single values and gradients, for stand-ins on the driver
 
-    @command(changes_values=False, doing="handing over a value")
+    @command(only_reads=True, doing="handing over a value")
     def value(self, name: str, module: int = 0) -> tuple[Tensor | None, bool]:
         """Return a parameter or buffer, and whether it is a buffer with a place in the autograd graph."""
 
-    @command(changes_values=False, doing="handing over a gradient")
+    @command(only_reads=True, doing="handing over a gradient")
     def gradient(self, name: str, module: int = 0) -> Tensor | None:
         """Return the gradient of a parameter."""
 
@@ -86,7 +89,7 @@ class StageCommands(Protocol):
     def compute(self, operation: Operation, dtype: torch.dtype) -> None:
         """Run an operation on values of this stage, with the default dtype of the driver."""
 
-    @command(changes_values=False)
+    @command(only_reads=True)
     def held_value(self, reference: WorkerTensor) -> Tensor:
         """Return a tensor of this stage."""
 
@@ -171,20 +174,20 @@ class StageCommands(Protocol):
     def clip_grad_values(self, optimizer: int, limit: float) -> None:
         """Clamp every element of the gradients of an optimizer's parameters to ``[-limit, limit]``."""
 
-    @command(changes_values=False)
+    @command(only_reads=True)
     def grad_norms(self, optimizer: int, norm_type: float) -> dict[int, Tensor]:
         """Return the norm of each gradient, by the number of the parameter in the whole optimizer."""
 
     # Parts of the state; what is captured is on the shelf, see strategies.pipeline.control.shelf
 
     @command(changes_values=False)
-    def capture(self, parts: Sequence[Part]) -> list[tuple[int, Any]]:
-        """Put parts of the state on the shelf, without copying their tensors.
+    def capture(self, parts: Mapping[int, Part]) -> list[Any]:
+        """Put parts of the state on the shelf, under their numbers, without copying their tensors.
 
         All replicas call this for :attr:`~strategies.pipeline.control.parts.PartKind.WHOLE_OPTIMIZER`.
 
         Returns:
-            For each part, its number on the shelf, and the part with layouts in place of its tensors.
+            Each part, with layouts in place of its tensors.
         """
 
     @command(can_wait=True)
@@ -196,7 +199,7 @@ class StageCommands(Protocol):
             content: The entries; see :meth:`~strategies.pipeline.state.held.HeldState.place`.
         """
 
-    @command(changes_values=False)
+    @command(only_reads=True)
     def shelved(self, number: int, pieces: Sequence[Piece]) -> Tensor:
         """Return bytes of tensors of the part with this number, one piece after the other."""
 
@@ -211,7 +214,7 @@ class StageCommands(Protocol):
     # Snapshots, see strategies.pipeline.state.snapshots
 
     @command(changes_values=False, doing="snapshot")
-    def snapshot(self, number: int, address: SlotAddress, with_grads: bool) -> None:
+    def snapshot(self, number: int, address: SlotAddress) -> None:
         """Copy the state of the stage into a slot, as the snapshot with this number."""
 
     # Profiling

@@ -51,13 +51,7 @@ def beside(stage: RemoteStage, number: int, pieces: Sequence[Piece]) -> Tensor:
     Raises:
         WorkerLost: If the process of the stage has ended.
     """
-    reply = stage.beside(_from_shelf, number, pieces)
-    try:
-        return reply.wait()
-    except Exception as error:
-        if (cause := stage.cause_of(error)) is error:
-            raise
-        raise cause from error
+    return stage.beside(_from_shelf, number, pieces).wait()
 
 
 def _from_shelf(stage: Any, number: int, pieces: Sequence[Piece]) -> Tensor:
@@ -77,38 +71,24 @@ class ShelvedPart:
     """
 
     def __init__(self, stage: RemoteStage, number: int, tree: Any) -> None:
-        self.stage, self._number, self.tree = stage, number, tree
-        self._process = stage.process
+        self.stage, self.number, self.tree = stage, number, tree
 
     @classmethod
     def of(cls, stage: RemoteStage, part: Part) -> "ShelvedPart":
         """Have a stage put a part of its state on its shelf."""
-        (captured,) = stage.ask(StageCommands.capture, [part]).wait()
-        return cls(stage, *captured)
+        number = stage.number_shelved()
+        (tree,) = stage.ask(StageCommands.capture, {number: part}).wait()
+        return cls(stage, number, tree)
 
     @classmethod
     def rescued(cls, stage: RemoteStage, parts: Sequence[Part]) -> "dict[Part, ShelvedPart]":
         """Have a stage put parts of its state on its shelf, even if another stage has failed."""
-        captured = stage.ask(StageCommands.capture, parts).rescue()
-        return {part: cls(stage, *own) for part, own in zip(parts, captured, strict=True)}
-
-    @property
-    def number(self) -> int:
-        """The number on the shelf.
-
-        Raises:
-            RuntimeError: If another process has taken over the stage, whose shelf has other parts under these numbers.
-        """
-        if self.stage.process is not self._process:
-            raise RuntimeError(
-                f"values of {self.stage.description} were collected before another process took the place of the one "
-                "that had them: collect the state dict again"
-            )
-        return self._number
+        numbered = {stage.number_shelved(): part for part in parts}
+        trees = stage.ask(StageCommands.capture, numbered).rescue()
+        return {part: cls(stage, number, tree) for (number, part), tree in zip(numbered.items(), trees, strict=True)}
 
     def __del__(self) -> None:
-        if self.stage.process is self._process:
-            self.stage.send(StageCommands.drop_shelved, self._number)
+        self.stage.send(StageCommands.drop_shelved, self.number)
 
     def mapped(self, make: Callable[[str, ShelvedLayout], Any]) -> Any:
         """Return the part with ``make(path, layout)`` in place of each layout."""

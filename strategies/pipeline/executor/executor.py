@@ -50,7 +50,7 @@ class PipelineParts:
         next_seed: Returns the seed of the next pass, given whether it trains.
         num_updates: Returns how often parameters may have been changed by optimizers or by user code.
         averaging: This process's part in averaging gradients; ``None`` if there is one pipeline only.
-        mirrors: Those of the workers that these have taken over from; none if the stages come from the driver.
+        between_passes: Called ahead of a pass, if no pass is under way or waits for its backward part.
     """
 
     module: nn.Module
@@ -65,7 +65,7 @@ class PipelineParts:
     next_seed: Callable[[bool], int]
     num_updates: Callable[[], int]
     averaging: Averaging | None = None
-    mirrors: Sequence[Mirror] = ()
+    between_passes: Callable[[], None] = lambda: None
 
 
 class Executor(NotCopyable):
@@ -88,7 +88,7 @@ class Executor(NotCopyable):
         """Outputs of the last chunk, and their gradients."""
         self._told: set[Hashable] = set()
         """The programs of which the stages have their rows."""
-        self.mirrors = list(parts.mirrors) or [
+        self.mirrors = [
             Mirror(layers, remote.description) for layers, remote in zip(parts.stages, parts.remotes, strict=False)
         ]
         """For each worker, what it was last told about modes, flags and attributes of its layers."""
@@ -99,6 +99,8 @@ class Executor(NotCopyable):
         self.current = -1
         """Number of the pass that runs, or that ran last."""
         self._shared = self._state_of_ties()
+        self.unfinished: set[int] = set()
+        """Passes that may have a backward part that has not begun."""
 
     def begin(
         self, microbatches: int, *, grad: bool, context: PassContext | None = None, gathers: bool = False
@@ -116,6 +118,8 @@ class Executor(NotCopyable):
                 "the pipelined module has other layers than when the pipeline started; layers cannot be replaced "
                 "during a run. Change the model before fit, or in configure_model."
             )
+        if not self.unfinished:
+            self._parts.between_passes()
         self.current = number = self._num_passes
         self._num_passes += 1
         this = Pass(
@@ -130,11 +134,14 @@ class Executor(NotCopyable):
             gathers=gathers,
             shares=self._ties_have_changed(),
         )
+        if grad:
+            self.unfinished.add(number)
         self.carry_changes()
         return this
 
-    def note_backward(self) -> None:
-        """Count a pass whose gradients are not averaged yet."""
+    def note_backward(self, number: int) -> None:
+        """The backward part of a pass begins, whose gradients are not averaged yet."""
+        self.unfinished.discard(number)
         self._num_backward += 1
 
     def run(self, part: str, this: Pass, code: DriverCode) -> None:
@@ -148,9 +155,10 @@ class Executor(NotCopyable):
         self.current, name = this.number, (part, this.microbatches)
         program: Program = getattr(self.programs, part)[this.microbatches]
         this = replace(this, limit=program.limit)
-        is_new = name not in self._told
         for remote, row in zip(self.remotes, program.operations, strict=False):
-            remote.send(StageCommands.run, this, name, row if is_new else None)
+            if name not in self._told:
+                remote.send(StageCommands.learn, name, row)
+            remote.send(StageCommands.run, this, name)
         self._told.add(name)
         self.stage.run(program.operations[-1], this, code)
 
@@ -180,10 +188,6 @@ class Executor(NotCopyable):
         """Return whether values of tied parameters may have changed since the last call."""
         before, self._shared = self._shared, self._state_of_ties()
         return self._shared != before
-
-    def forget_shared_values(self) -> None:
-        """Share the values of tied parameters ahead of the next pass in any case."""
-        self._shared = None
 
     def _state_of_ties(self) -> tuple[int, list[int]] | None:
         """Changes whenever the value of a tied parameter may have changed."""
@@ -218,6 +222,7 @@ class Executor(NotCopyable):
 
     def forget(self, number: int) -> None:
         """Make every stage forget a pass whose backward part can no longer come."""
+        self.unfinished.discard(number)
         self.stage.discard(number)
         for remote in self.remotes:
             remote.send(StageCommands.discard, number)

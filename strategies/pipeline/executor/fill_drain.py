@@ -101,7 +101,7 @@ class FillDrain:
             The gradients of ``inputs``.
         """
         executor, ahead = self._executor, iter(grads)
-        executor.note_backward()
+        executor.note_backward(this.number)
         if (recorder := executor.stage.recorder) is not None and recorder.pass_of_code == this.number:
             recorder.end("loss", this.microbatches - 1, executor.last_chunk, this.number)
         with executor.explained():

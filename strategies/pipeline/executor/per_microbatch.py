@@ -119,7 +119,7 @@ def _release(
 ) -> list[Tensor | None]:
     """Add the gradients of a pass, times that of its loss, to ``.grad`` on every stage."""
     executor = run.spend()
-    executor.note_backward()
+    executor.note_backward(run.this.number)
     share = shares()
     factor = 0.0 if grads[0] is None else grads[0].item() / scale * share.added
     with executor.explained():

@@ -96,16 +96,6 @@ class PipelineOptimizers:
         """Whether other processes make a part of each step."""
         return bool(self._remotes) or self._shared_steps is not None
 
-    def reconnect(self, averaging: Averaging) -> None:
-        """Go on with new workers for the same stages, and with other connections to the replicas."""
-        if self._shared_steps is not None:
-            self._shared_steps.reconnect(averaging)
-
-    def give_up_step(self) -> None:
-        """Make the groups of all optimizers whole again after a step that has failed."""
-        if self._shared_steps is not None:
-            self._shared_steps.close()
-
     def drop_shipped_states(self) -> None:
         """Delete the states that the workers have received; on the driver they would only take memory."""
         for optimizer in self.optimizers:

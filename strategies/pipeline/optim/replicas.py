@@ -12,7 +12,7 @@ run theirs. The replicas of a stage may also divide its optimizer states and ste
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,30 +67,6 @@ class Replicas:
         """
         url = f"{self.rendezvous}/stage-{stage}" + (f"-{self.round}" if self.round else "")
         return join_group(url, self.number, self.count, self.timeout_seconds, self.reachable_address, check)
-
-
-class JointRecovery(Protocol):
-    """How the drivers of all replicas go back to a snapshot together."""
-
-    def announce(self, why: str) -> str:
-        """Tell the other drivers that all have to go back; return why, as the first one has told it."""
-
-    def agree(self, numbers: Sequence[int]) -> int | None:
-        """Return the number of the snapshot to go back to, when the workers of all replicas have ended.
-
-        Args:
-            numbers: Those of the snapshots that this pipeline has whole.
-
-        Returns:
-            The largest one that all pipelines have whole; ``None`` if there is none.
-
-        Raises:
-            RuntimeError: If another driver has ended its run.
-        """
-
-    @property
-    def round(self) -> int:
-        """How often all have gone back."""
 
 
 class Averaging:
@@ -219,10 +195,6 @@ class SharedSteps:
     def owners(self) -> Mapping[Tensor, int]:
         """The number of the replica that steps a parameter and has its states."""
         return self._ownership.owners
-
-    def reconnect(self, averaging: Averaging) -> None:
-        """Go on with other connections."""
-        self._averaging = averaging
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Leave this replica's share in the groups. Gradients have been averaged before."""

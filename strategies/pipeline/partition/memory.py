@@ -144,7 +144,7 @@ def check_memory(
         optimizers: The optimizers; none if the run does not train.
         num_shares: Number of replicas that divide the optimizer states among them.
         gradient_sets: Number of gradients that a parameter has at once.
-        num_snapshots: Number of copies of parameters, buffers and optimizer states that the host holds, too.
+        num_snapshots: Number of copies of parameters, buffers, gradients and optimizer states that the host holds, too.
         communicators: For each stage, the number of its NCCL communicators, with buffers on its GPU. Default: none.
 
     Raises:
@@ -298,14 +298,14 @@ def _snapshots(placement: DevicePlacement, needs: Sequence[Need], held: int, num
     if not here or not num_snapshots:
         return
     need, size_bytes, words = _of_host(here, needs, held)
-    copies = num_snapshots * (need.parameters + need.states)
+    copies = num_snapshots * need.total
     if need.total + copies > size_bytes:
         yield _Lack(
             f"The {len(here)} stages on this host need at least {need} together, and {_mebi(copies)} for "
-            f"{num_snapshots} snapshots of parameters and optimizer states, but only {words}.",
+            f"{num_snapshots} snapshots of the same, but only {words}.",
             size_bytes,
             "host",
-            "Leave snapshot_every_n_steps out; max_restarts goes back to the last checkpoint, which takes no memory.",
+            "Set max_restarts=0: the snapshots are those from which lost workers are repaired.",
         )
 
 

@@ -47,6 +47,8 @@ class HeldState:
         """For each optimizer, the numbers that the whole one gives to the parameters of this stage."""
         self.computed = state.computed
         """Results of operations that the driver refers to, by number."""
+        self.shelf = state.shelf
+        """Tensors set aside for the driver, by number and flattened path."""
         self.shared_steps = shared_steps
         self.states_read: dict[int, Any] = {}
         """States of optimizers that an RPC thread has read from a checkpoint, by number, until they are placed."""
@@ -91,7 +93,7 @@ class HeldState:
             assert kind is PartKind.OPTIMIZER, f"{kind} cannot be placed"
             self._place_states(number, self.states_read.pop(number) if content is None else content)
 
-    def whole(self, *, with_grads: bool) -> StageState:
+    def whole(self) -> StageState:
         """Return everything, for another process."""
         named = self.layers.named_parameters()
         return StageState(
@@ -99,8 +101,9 @@ class HeldState:
             copies=self.copies,
             optimizers=[taken_apart(optimizer) for optimizer in self.optimizers],
             numbers=self.numbers,
-            grads={name: p.grad for name, p in named if p.grad is not None} if with_grads else {},
+            grads={name: p.grad for name, p in named if p.grad is not None},
             computed=self.computed,
+            shelf=self.shelf,
             random_state=ProcessRandomState(),
             owners=None if self.shared_steps is None else dict(self.shared_steps.owners),
         )

@@ -9,7 +9,7 @@ The driver does not wait. An operation is identified by the ATen operator that r
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -44,7 +44,6 @@ class RemoteValue:
 
     def __del__(self) -> None:
         if isinstance(self.key, int):
-            self.holder.referenced.discard(self.key)
             self.holder.stage.send(StageCommands.free_value, self.key)
 
     def reference(self, tensor: Tensor) -> WorkerTensor:
@@ -64,8 +63,6 @@ class Holder:
         self.stage, self.description = stage, stage.description
         self.num_writes = 0
         """How many operations have changed values in place."""
-        self.referenced: set[int] = set()
-        """The numbers of computed values to which something on the driver refers."""
         self._numbers = itertools.count()
         self._has_ended = False
 
@@ -78,13 +75,7 @@ class Holder:
     def computed(self, stand_in: Tensor) -> RemoteValue:
         """Return a reference to the result of an operation, for which ``stand_in`` stands on the driver."""
         number = next(self._numbers)
-        self.referenced.add(number)
         return RemoteValue(self, number, stand_in)
-
-    def free_others(self, known: Iterable[int]) -> None:
-        """Free those of some computed values, by number, to which nothing refers any more."""
-        for number in sorted(set(known) - self.referenced):
-            self.stage.send(StageCommands.free_value, number)
 
     def end(self) -> None:
         """Refuse all further operations, because the stage has ended."""

@@ -28,6 +28,7 @@ class StageState:
         numbers: For each optimizer, the numbers that the whole optimizer gives to the parameters of this stage.
         grads: The gradients of the layers, by the name of the parameter; parameters that are left out have none.
         computed: Results of operations to which the driver refers, by number.
+        shelf: Tensors set aside for the driver, by number and flattened path.
         random_state: That of the process; ``None`` if the new process begins with its own.
         owners: Which replica steps a parameter, if the replicas of the stage have divided its optimizer states.
     """
@@ -38,6 +39,7 @@ class StageState:
     numbers: list[list[int]] = field(default_factory=list)
     grads: dict[str, Tensor] = field(default_factory=dict)
     computed: dict[int, Tensor] = field(default_factory=dict)
+    shelf: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     random_state: ProcessRandomState | None = None
     owners: dict[Tensor, int] | None = None
 

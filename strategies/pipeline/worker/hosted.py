@@ -1,6 +1,5 @@
 """A stage on a worker: its layers and its part of the optimizers. It implements the commands of the driver."""
 
-import itertools
 import pickle
 import tempfile
 from collections.abc import Hashable, Mapping, Sequence
@@ -125,8 +124,7 @@ class HostedStage(StageCommands):
         """What this process does in a pass, or in a part of one, by the name of the program."""
         self._gathered: dict[int, GatheredGradients] = {}
         """Gradients of passes that have not been released, by the number of the pass."""
-        self._shelf_numbers = itertools.count()
-        self.shelf: dict[int, dict[str, Tensor]] = {}
+        self.shelf = self.held.shelf
         """Tensors set aside, by number and flattened path.
 
         Commands put in and take out tensors, in turn with passes. RPC threads read them (``RemoteStage.beside``), so
@@ -159,9 +157,10 @@ class HostedStage(StageCommands):
 
     # Passes
 
-    def run(self, this: Pass, program: Hashable, row: Row | None) -> None:
-        if row is not None:
-            self._rows[program] = row
+    def learn(self, program: Hashable, row: Row) -> None:
+        self._rows[program] = row
+
+    def run(self, this: Pass, program: Hashable) -> None:
         this.context.apply()
         if this.gathers:
             gathered = self._gathered[this.number] = GatheredGradients(self._layers.parameters())
@@ -304,14 +303,13 @@ class HostedStage(StageCommands):
 
     # Parts of the state, some of them on the shelf
 
-    def capture(self, parts: Sequence[Part]) -> list[tuple[int, Any]]:
-        captured = []
-        for part in parts:
+    def capture(self, parts: Mapping[int, Part]) -> list[Any]:
+        trees = []
+        for number, part in parts.items():
             self._activity.doing = _CAPTURING[part.kind]
-            number = next(self._shelf_numbers)
             self.shelf[number], tree = on_shelf(self.held.capture(part))
-            captured.append((number, tree))
-        return captured
+            trees.append(tree)
+        return trees
 
     def place(self, part: Part, content: Any) -> None:
         self._activity.doing = _PLACING[part.kind]
@@ -329,8 +327,8 @@ class HostedStage(StageCommands):
 
     # Snapshots
 
-    def snapshot(self, number: int, address: SlotAddress, with_grads: bool) -> None:
-        self._slots.write(address, number, self.held.whole(with_grads=with_grads))
+    def snapshot(self, number: int, address: SlotAddress) -> None:
+        self._slots.write(address, number, self.held.whole())
 
     # Profiling
 

@@ -1,8 +1,8 @@
 """A worker of a rank: one session.
 
 ``python -m strategies.pipeline.worker.serve WORLD session NUMBER`` is the process of the rank. After the session it
-replaces itself by a new one with the same process id, which serves the next session. With ``WORLD supervised PID`` it
-is a process of :mod:`~strategies.launch.rank_supervisor`, which tells it its session, and starts another one after it.
+replaces itself by a new one with the same process id, which serves the next session. With ``WORLD supervised NUMBER
+PID`` it is a process of :mod:`~strategies.launch.rank_supervisor`, which starts another one after it.
 """
 
 import json
@@ -16,14 +16,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed import rpc
 
-from strategies.launch.rank_supervisor import NEXT_SESSION, await_session, end_with_supervisor, note_session
+from strategies.launch.rank_supervisor import NEXT_SESSION, end_with_supervisor, note_session
 from strategies.launch.ranks import (
     World,
     appear,
@@ -67,20 +66,16 @@ def main(world: World, number: int, supervisor: int = 0) -> None:
     leave()
 
 
-def supervised(world: str, supervisor: int) -> None:
-    """Waits until the supervisor needs a worker, and is that worker; called in a process that the supervisor starts.
+def supervised(world: str, number: int, supervisor: int) -> None:
+    """Serves a session in a process that a supervisor has started; both end together.
 
     Args:
         world: This rank and the others, as JSON.
+        number: The number of the session.
         supervisor: The process id of the supervisor.
     """
     end_with_supervisor(supervisor)
-    for signum in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM):  # to all processes of a job
-        signal.signal(signum, signal.SIG_IGN)
-    own, number = World(**json.loads(world)), await_session()
-    with suppress(OSError):  # another system than Linux; only the name in lists of processes
-        Path("/proc/self/comm").write_text(f"relay-worker-{own.rank - own.driver - 1}")
-    main(own, number, supervisor)
+    main(World(**json.loads(world)), number, supervisor)
 
 
 def _leave(world: World, store: dist.Store, number: int, supervisor: int) -> NoReturn:
@@ -174,5 +169,5 @@ def _is_over(store: dist.Store, call: str) -> bool:
 
 if __name__ == "__main__":
     if sys.argv[2] == "supervised":
-        supervised(sys.argv[1], int(sys.argv[3]))
+        supervised(sys.argv[1], int(sys.argv[3]), int(sys.argv[4]))
     main(World(**json.loads(sys.argv[1])), int(sys.argv[3]))

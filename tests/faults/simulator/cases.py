@@ -25,14 +25,16 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "checkpoint": ("never", "except_last", "always"),
     "state_dict_type": ("full", "sharded"),
     "async_save": (False, False, True),
-    "max_restarts": (0, 1),
-    "snapshot_every_n_steps": (0, 0, 1, 2),
+    "max_restarts": (0, 1, 3),
+    "snapshot_every_n_steps": (1, 2),
 }
 """Arguments of ``RPCSequentialStrategy`` and their values; a value that is there twice is drawn twice as often."""
 
+ONLY_WITH = {"snapshot_every_n_steps": "max_restarts"}
+"""Arguments that have no effect without another one."""
+
 SEVERAL_REPLICAS: dict[str, tuple[Any, ...]] = {
-    "max_restarts": (0,),
-    "snapshot_every_n_steps": (0,),
+    "max_restarts": (0, 3),
     "shard_optimizer_states": (False, True),
 }
 """What differs where there are several replicas."""
@@ -86,14 +88,9 @@ class Shape:
         return dict(self.options).get(name, default)
 
     @property
-    def restarts(self) -> bool:
-        """Whether the run goes on from a checkpoint after the loss of a worker."""
-        return self.option("max_restarts", 0) > 0
-
-    @property
-    def goes_back(self) -> bool:
-        """Whether the run goes back to a snapshot after the loss of a worker within a step."""
-        return self.option("snapshot_every_n_steps", 0) > 0
+    def num_repairs(self) -> int:
+        """How many lost workers the run may repair."""
+        return int(self.option("max_restarts", 0))
 
     def __str__(self) -> str:
         what = f"{self.stages} stages" if self.strategy == "pipeline" else self.strategy
@@ -282,7 +279,8 @@ def _draw_shape(draws: Draws) -> Shape:
 
 
 def _draw_options(draws: Draws, table: dict[str, tuple[Any, ...]]) -> tuple[tuple[str, Any], ...]:
-    return tuple((name, draws.of(name, values)) for name, values in table.items())
+    drawn = {name: draws.of(name, values) for name, values in table.items()}
+    return tuple((name, value) for name, value in drawn.items() if drawn.get(ONLY_WITH.get(name, ""), 1) != 0)
 
 
 def _draw_faults(draws: Draws, shape: Shape) -> tuple[Fault, ...]:
@@ -299,7 +297,7 @@ def _draw_faults(draws: Draws, shape: Shape) -> tuple[Fault, ...]:
     phase = draws.of("second phase", phases)
     if first.phase in phases and draws.number("same phase") < 0.5:
         phase = first.phase
-    if kind in IN_RECOVERY and (shape.goes_back or shape.restarts) and draws.number("in recovery") < 0.3:
+    if kind in IN_RECOVERY and shape.num_repairs and draws.number("in recovery") < 0.3:
         phase = RECOVERY
     second = _draw_fault(draws, "second", shape, kind, phase)
     where = (first.role, first.replica, first.stage)

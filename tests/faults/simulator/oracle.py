@@ -53,8 +53,7 @@ class Results:
         losses: Each batch whose training ended, with its loss.
         tensors: The weights and buffers at the end, if it raised nothing.
         metrics: The logged values, if it raised nothing.
-        hooks: Every call of a hook of a callback, with the batch: ``on_train_batch_end 3``. ``setup`` begins a run, and
-            each restart.
+        hooks: Every call of a hook of a callback, with the batch: ``on_train_batch_end 3``.
     """
 
     error: Error | None
@@ -120,8 +119,7 @@ GOES_ON = Ending()
 def endings(case: Case) -> list[Ending]:
     """All the ways in which a case whose faults have struck may end rightly."""
     found = [ending for fault in case.faults for ending in _endings_of(case.shape, fault)]
-    if len(case.faults) > 1 and (case.shape.restarts or case.shape.goes_back):
-        # Two losses at two times are one too many for a restart, and one may come where a snapshot does not help.
+    if 0 < case.shape.num_repairs < len(case.faults):  # one loss may be one too many
         found += [ending for fault in case.faults for ending in _raising(fault)]
     return found
 
@@ -138,32 +136,22 @@ def _endings_of(shape: Shape, fault: Fault) -> list[Ending]:
             Ending(("RuntimeError",), "lost a connection between them|rank 1, process|stage"),
             Ending(("WorkerLost",), "stage"),
         ]
-    if fault.kind == "disk full" and fault.role == WORKER and shape.goes_back:
+    if fault.kind == "disk full" and fault.role == WORKER and shape.num_repairs:
         # The limit is one of the size of files, and applies to snapshots too, which are files in memory.
         raising.append(Ending(("OSError",), f"a snapshot of .*{_FULL}"))
-    if fault.phase == RECOVERY:  # another attempt may go well, or a restart that comes after it
-        of_layer = Ending(("WorkerLost",), f"could take over: .*{FAULT}")
+    if fault.phase == RECOVERY:  # another attempt may go well
+        of_layer = Ending(("WorkerLost",), FAULT)
         return [GOES_ON, *raising, *([of_layer] if fault.kind == "exception" else [])]
     if fault.replica and fault.phase == "teardown":
         return [GOES_ON, *raising]  # rank 0 may be through
     if fault.phase == ANY_MOMENT or fault.kind == "connection lost":
         return [GOES_ON, *raising]  # it may be over, or close a connection that is not used any more
     if fault.role == WORKER and fault.kind in ("kill", "stop", "hang", "cut off"):
-        if shape.restarts:
+        if shape.num_repairs and fault.phase == "start":
+            return [GOES_ON, *raising]  # there may be no snapshot yet
+        if shape.num_repairs:
             return [GOES_ON]
-        if shape.goes_back and fault.phase not in ("start", "teardown"):
-            incomplete = Ending(
-                ("WorkerLost",), f"stage {fault.stage}.*The checkpoint that was being written is incomp"
-            )
-            return [GOES_ON, incomplete] if _writes_in_the_background(shape) else [GOES_ON]
-        if shape.goes_back and fault.phase == "teardown":
-            return [GOES_ON, *raising]  # it depends on what the driver needs of the worker at that moment
     return raising
-
-
-def _writes_in_the_background(shape: Shape) -> bool:
-    """Whether workers write their parts of a checkpoint while steps go on."""
-    return shape.option("async_save", False) and shape.option("state_dict_type") == "sharded"
 
 
 def _raising(fault: Fault) -> list[Ending]:
@@ -202,8 +190,8 @@ def _raising(fault: Fault) -> list[Ending]:
 
 
 _FULL = "File too large"
-_CHECKPOINT = "(step=|/begin).*"
-"""Matches the name of a checkpoint; ``begin`` is the one that ``max_restarts`` writes first."""
+_CHECKPOINT = "step=.*"
+"""Matches the name of a checkpoint."""
 
 
 def judge(case: Case, outcome: Outcome, reference: Outcome) -> list[str]:
@@ -249,12 +237,7 @@ def _of_the_results(case: Case, outcome: Outcome, reference: Outcome) -> list[st
     goes_on = outcome.results is not None and outcome.results.error is None
     if outcome.results is not None:
         wrong += _of_run("", outcome.results, expected, is_whole=goes_on)
-        wrong += _of_hooks(
-            outcome.results.hooks,
-            expected.hooks,
-            num_restarts=case.shape.option("max_restarts", 0) if outcome.struck else 0,
-            is_whole=goes_on,
-        )
+        wrong += _differing_calls(outcome.results.hooks, expected.hooks, is_whole=goes_on)
     if goes_on and outcome.of_damaged is None:
         missing = reference.checkpoints.keys() - outcome.checkpoints.keys()
         return wrong + [f"there is no checkpoint {name}" for name in sorted(missing)]
@@ -269,20 +252,6 @@ def _of_the_results(case: Case, outcome: Outcome, reference: Outcome) -> list[st
     return wrong
 
 
-def _of_hooks(found: Sequence[str], expected: Sequence[str], *, num_restarts: int, is_whole: bool) -> list[str]:
-    """Each call of a hook must come once, in its place, up to the last one; again only after a restart."""
-    begins = [place for place, each in enumerate(found) if each.startswith("setup ")]
-    runs = [found[begin:end] for begin, end in zip(begins, [*begins[1:], len(found)], strict=True)]
-    if not runs:
-        return ["no hook was called"] if is_whole else []
-    wrong = [] if len(runs) <= 1 + num_restarts else [f"there were {len(runs) - 1} restarts"]
-    is_only = len(runs) == 1
-    wrong += _differing_calls(runs[0], expected, is_whole=is_whole and is_only)
-    for number, run in enumerate(runs[1:], 2):
-        wrong += _of_resumed(run, expected, is_whole=is_whole and number == len(runs))
-    return wrong
-
-
 def _of_resumed(found: Sequence[str], expected: Sequence[str], *, is_whole: bool) -> list[str]:
     """The hooks of a run that continues from a checkpoint: from its first batch on as without faults."""
     first = next((each for each in found if each.startswith("on_train_batch_start ")), None)
@@ -293,6 +262,7 @@ def _of_resumed(found: Sequence[str], expected: Sequence[str], *, is_whole: bool
 
 
 def _differing_calls(found: Sequence[str], expected: Sequence[str], *, is_whole: bool) -> list[str]:
+    """Each call of a hook must come once, in its place, up to the last one."""
     for place, each in enumerate(found):
         if place >= len(expected) or each != expected[place]:
             instead = expected[place] if place < len(expected) else "the end"

@@ -97,7 +97,7 @@ class TellsPosition(Callback):
 
 
 class Hears(Callback):
-    """Writes down every call of a hook, with the batch; a restart begins with ``setup``."""
+    """Writes down every call of a hook, with the batch."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

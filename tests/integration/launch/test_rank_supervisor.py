@@ -1,4 +1,4 @@
-"""A rank that supervises its worker: it replaces one that is killed, keeps spares, and ends as others do."""
+"""A rank that supervises its worker: it replaces one that is killed, and ends as others do."""
 
 import os
 import signal
@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -17,19 +16,19 @@ from paths import PYTHONPATH
 SUPERVISOR = """
 import os, signal, subprocess, sys
 from strategies.launch.rank_supervisor import RankSupervisor
-def start(stdin):
+def start(number, stdin):
     if sys.argv[1] == "told early":  # there is no worker yet
         os.kill(os.getpid(), signal.SIGTERM)
-    return subprocess.Popen([sys.executable, "worker.py", sys.argv[1]], stdin=stdin)
-status = RankSupervisor(3, start, num_spares=int(sys.argv[2])).run(1)
+    return subprocess.Popen([sys.executable, "worker.py", sys.argv[1], str(number)], stdin=stdin)
+status = RankSupervisor(3, start).run(1)
 print("status", status, flush=True)
 """
 
 WORKER = """
 import os, signal, subprocess, sys, time
-from strategies.launch.rank_supervisor import NEXT_SESSION, await_session, end_with_supervisor, note_session
+from strategies.launch.rank_supervisor import NEXT_SESSION, end_with_supervisor, note_session
 end_with_supervisor(os.getppid())
-number, how = await_session(), sys.argv[1]
+how, number = sys.argv[1], int(sys.argv[2])
 print("worker", number, os.getpid(), flush=True)
 if how == "early" or (how == "early once" and not os.path.exists("second")):
     open("second", "w").close()
@@ -42,11 +41,11 @@ if how == "alone":
 note_session(driver)
 if how == "alone":
     os.kill(os.getpid(), signal.SIGKILL)
-if how in ("waits", "told early") or (how == "spares" and number == 1):
+if how in ("waits", "told early"):
     time.sleep(60)
-if number == 1 and how not in ("early once", "spares"):
+if number == 1 and how != "early once":
     sys.exit(NEXT_SESSION)
-if number == 2 and how != "spares":
+if number == 2:
     os.kill(os.getpid(), signal.SIGKILL)
 sys.exit(7 if how == "fails" else 0)
 """
@@ -62,35 +61,31 @@ def prepare():
     if not Path("stopped").exists():
         os.kill(fork_server.OwnForkServer._of_this_process.pid, signal.SIGSTOP)
         Path("stopped").touch()
-    return True
-status = RankSupervisor(3, Starts('{"rank": 3}'), num_spares=int(sys.argv[1]), prepare=prepare).run(1)
+status = RankSupervisor(3, Starts('{"rank": 3, "num_stages": 4}'), prepare=prepare).run(1)
 print("status", status, flush=True)
 """
 
 FORKED = """
 import os, sys, time
 from pathlib import Path
-from strategies.launch.rank_supervisor import NEXT_SESSION, await_session, end_with_supervisor, note_session
-def supervised(world, supervisor):
+from strategies.launch.rank_supervisor import NEXT_SESSION, end_with_supervisor, note_session
+def supervised(world, number, supervisor):
     end_with_supervisor(supervisor)
-    if Path("stopped").exists():
-        Path("started").touch()
-    number = await_session()
     print("worker", number, os.getpid(), "forked" if __name__ == "forked" else "new", flush=True)
     note_session(supervisor)
-    while number == 1 and not Path(os.environ["AWAITED"]).exists():
+    while number == 1 and not Path("stopped").exists():
         time.sleep(0.01)
     os._exit(NEXT_SESSION if number == 1 else 0)
 if __name__ == "__main__":
-    supervised(sys.argv[1], int(sys.argv[3]))
+    supervised(sys.argv[1], int(sys.argv[3]), int(sys.argv[4]))
 """
 
 
-def with_a_stopped_server(num_spares: int) -> str:
-    """What is said where the fork server stops, and the worker ends: after a spare has been asked for, or before."""
+def with_a_stopped_server() -> str:
+    """What is said where the fork server stops, and the worker ends."""
     Path("forked.py").write_text(FORKED)
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "AWAITED": "started" if num_spares else "stopped"}
-    command = [sys.executable, "-c", STARTS, str(num_spares)]
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    command = [sys.executable, "-c", STARTS]
     ended = subprocess.run(
         command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60
     )
@@ -98,10 +93,9 @@ def with_a_stopped_server(num_spares: int) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_spares", [0, 1])
-def test_a_fork_server_that_does_not_answer(num_spares: int) -> None:
+def test_a_fork_server_that_does_not_answer() -> None:
     """The message says so; it does not say that somebody has killed the worker, of which no exit status is known."""
-    said = run(with_a_stopped_server, num_spares, env=OWN_SERVER, timeout_seconds=70)
+    said = run(with_a_stopped_server, env=OWN_SERVER, timeout_seconds=70)
     lines = said.splitlines()
     assert [line.split()[:2] for line in lines if line.startswith("worker")] == [["worker", "1"], ["worker", "2"]]
     assert lines[0].endswith(" forked") and lines[-2].endswith(" new") and lines[-1] == "status 0"
@@ -111,15 +105,15 @@ def test_a_fork_server_that_does_not_answer(num_spares: int) -> None:
         "answer); another process takes its place"
     )
     timed_out = "rank 3: its fork server has not started a process within 1 s and has been ended. A new interpreter"
-    in_order = [timed_out, ended] if num_spares else [ended, timed_out]
     assert len(told) == 2, said
-    assert all(line.startswith(expected) for line, expected in zip(told, in_order, strict=True)), told
+    assert all(line.startswith(expected) for line, expected in zip(told, [ended, timed_out], strict=True)), told
 
 
 def supervised(how: str, send: str = "") -> tuple[str, bool]:
     Path("worker.py").write_text(WORKER)
     Path("second").unlink(missing_ok=True)
-    process = start(how, 0)
+    environment, command = {**os.environ, "PYTHONPATH": PYTHONPATH}, [sys.executable, "-c", SUPERVISOR, how]
+    process = subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     said = ""
     if send:
         assert process.stdout is not None
@@ -130,13 +124,7 @@ def supervised(how: str, send: str = "") -> tuple[str, bool]:
     return said, worker > 0 and not comes(lambda: not psutil.pid_exists(worker))
 
 
-def start(how: str, num_spares: int) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    command = [sys.executable, "-c", SUPERVISOR, how, str(num_spares)]
-    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-
-
-def comes(condition: Callable[[], Any]) -> Any:
+def comes(condition: Callable[[], bool]) -> bool:
     """Wait for something that is true, for ten seconds."""
     deadline = time.monotonic() + 10
     while not (found := condition()) and time.monotonic() < deadline:
@@ -189,39 +177,6 @@ def test_both_end_together(found: dict) -> None:
     assert not lives and said.endswith("status -15\n") and "takes its place" not in said
     said, lives = found["waits SIGKILL"]
     assert not lives and "status" not in said
-
-
-def spares() -> tuple[str, list[int], int, int, bool]:
-    Path("worker.py").write_text(WORKER)
-    process = start("spares", 2)
-    assert process.stdout is not None
-    said = process.stdout.readline()
-    worker = int(said.split()[2])
-    supervisor = psutil.Process(process.pid)
-
-    def idle() -> list[int]:
-        running = [child for child in supervisor.children() if child.status() != psutil.STATUS_ZOMBIE]
-        return sorted(child.pid for child in running if child.pid != worker)
-
-    def two(*, without: int = 0) -> list[int]:
-        found = idle()
-        return found if len(found) == 2 and without not in found else []
-
-    first = comes(two)
-    os.kill(first[0], signal.SIGKILL)
-    second = comes(lambda: two(without=first[0]))
-    os.kill(worker, signal.SIGKILL)
-    said += process.communicate(timeout=30)[0]
-    successor = int(next(line for line in said.splitlines() if line.startswith("worker 2")).split()[2])
-    return said, second, first[1], successor, bool(comes(lambda: not any(map(psutil.pid_exists, second))))
-
-
-@pytest.mark.slow
-def test_a_spare_takes_over_and_a_lost_spare_is_replaced_silently() -> None:
-    said, idle, survivor, successor, have_ended = run(spares)
-    assert successor == survivor in idle and len(idle) == 2 and have_ended
-    lines = [line for line in said.splitlines() if not line.startswith("worker")]
-    assert lines == ["rank 3: its worker was killed by signal 9; another process takes its place", "status 0"]
 
 
 @pytest.mark.slow

@@ -293,14 +293,14 @@ class LosesAWorker(Layers):
 
 
 @pytest.mark.slow
-def test_a_restart_after_a_worker_was_lost() -> None:
+def test_the_repair_of_a_lost_worker() -> None:
     rows = ROWS.double()
     expected = Layers()
     train(expected, rows, make_trainer(1, precision="64-true", steps=4))
     model = LosesAWorker()
-    with pytest.warns(UserWarning, match="Restart 1 of at most 1"):
-        train(model, rows, make_trainer(3, pipeline(balance=[2, 2, 1], max_restarts=1), precision="64-true", steps=4))
-    assert model.has_killed
+    strategy = pipeline(balance=[2, 2, 1], max_restarts=1)
+    train(model, rows, make_trainer(3, strategy, precision="64-true", steps=4))
+    assert model.has_killed and len(strategy.repairs) == 1
     assert_equal(model, expected, tolerance=1e-9)
 
 

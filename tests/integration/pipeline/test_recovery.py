@@ -1,4 +1,4 @@
-"""Workers that are killed in mid-run: the pipeline goes back to its last snapshot, and the results are the same."""
+"""Workers that are killed in mid-run: others take over, nobody notices, and the results are the same."""
 
 import contextlib
 import copy
@@ -30,6 +30,7 @@ from strategies.pipeline.control.shelf import captured
 from strategies.pipeline.driver import ModelCopy, Pipeline
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.optim.optimizers import follow_optimizer
+from strategies.pipeline.recovery.repairs import RecoverySettings, Repair
 from strategies.pipeline.stage.layers import PassContext
 from strategies.pipeline.state.remote_operations import OnStages
 
@@ -105,7 +106,7 @@ class Outcome:
     """What a training came to."""
 
     losses: dict[int, float] = field(default_factory=dict)
-    recovered: list[int] = field(default_factory=list)
+    repairs: list[Repair] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
 
 
@@ -125,12 +126,12 @@ class Training:
 
     Args:
         schedule: The schedule.
-        every: After how many steps a snapshot is taken; 0: never.
+        recovery: How lost workers are replaced.
     """
 
-    def __init__(self, schedule: str, every: int = 1) -> None:
+    def __init__(self, schedule: str, recovery: RecoverySettings | None = None) -> None:
         torch.manual_seed(0)
-        self.model, self.every = Model(), every
+        self.model = Model()
         self.average = copy.deepcopy(self.model)
         weights = [p for p in self.model.parameters() if p.dim() > 1]
         others = [p for p in self.model.parameters() if p.dim() <= 1]
@@ -144,33 +145,23 @@ class Training:
             optimizers=[self.optimizer],
             model=self.model,
             copies=[ModelCopy(self.average, self.average.layers)],
+            recovery=recovery,
         )
         follow_optimizer(self.optimizer, self.pipeline.optimizers)
 
     def run(self, kills: Mapping[int, list[Kill]]) -> Outcome:
         """Trains; workers are killed in the steps that ``kills`` names."""
-        pipeline, outcome, left = self.pipeline, Outcome(), dict(kills)
+        pipeline, outcome = self.pipeline, Outcome()
         pipeline.start()
         with OnStages():
             computed = self.model.layers[2].weight.detach().clone()
-        if self.every:
-            pipeline.snapshot(0)
-        step = 0
-        while step < STEPS:
-            for phase, rank in left.pop(step, ()):
+        for step in range(STEPS):
+            for phase, rank in kills.get(step, ()):
                 Path(f"kill-{phase}-{rank}").touch()
-            try:
-                outcome.losses[step] = self.step(step)
-                with OnStages():
-                    computed.lerp_(self.model.layers[2].weight, 0.1)
-                step += 1
-                if self.every and step % self.every == 0:
-                    pipeline.snapshot(step)
-                if step == STEPS:
-                    pipeline.wait()
-            except WorkerLost:
-                step = pipeline.recover()
-                outcome.recovered.append(step)
+            outcome.losses[step] = self.step(step)
+            with OnStages():
+                computed.lerp_(self.model.layers[2].weight, 0.1)
+        outcome.repairs = pipeline.repairs
         outcome.values = {
             "model": self.model.state_dict(),
             "average": self.average.state_dict(),
@@ -232,25 +223,26 @@ def compare(ours: Outcome, expected: Outcome) -> None:
 
 def killed_in_each_phase(schedule: str) -> None:
     expected = Training(schedule).run({})
-    assert not expected.recovered
+    assert not expected.repairs
     for every, kills in (
         (1, {1: [("forward", 0)], 2: [("backward", 1)], 4: [("step", 0)]}),
         (1, {1: [("snapshot", 1)], 3: [("forward", 0), ("step", 1)], 5: [("backward", 0), ("recovery", 1)]}),
         (2, {0: [("step", 1)], 3: [("snapshot", 0)], 5: [("forward", 1)]}),
+        (100, {1: [("forward", 1)], 4: [("backward", 0)]}),
     ):
-        ours = Training(schedule, every).run(kills)
+        ours = Training(schedule, RecoverySettings(10, every)).run(kills)
         compare(ours, expected)
-        assert not list(Path(".").glob("kill-*")) and ours.recovered
+        assert not list(Path(".").glob("kill-*")) and ours.repairs
 
 
 def one_worker_killed(schedule: str) -> None:
-    expected = Training(schedule, every=0).run({})
-    ours = Training(schedule).run({2: [("forward", 0)], 4: [("snapshot", 1)]})
+    expected = Training(schedule).run({})
+    ours = Training(schedule, RecoverySettings(2)).run({2: [("forward", 0)], 4: [("snapshot", 1)]})
     compare(ours, expected)
-    assert ours.recovered[0] == 2 and len(ours.recovered) == 2, ours.recovered
+    assert len(ours.repairs) == 2, ours.repairs
 
 
-def test_a_killed_worker_costs_a_step() -> None:
+def test_a_killed_worker_is_replaced() -> None:
     run(one_worker_killed, "1f1b")
 
 
@@ -279,29 +271,31 @@ def blocks_of_a_module_list(kill: bool) -> tuple[list[float], dict[str, Tensor]]
     model = Blocks()
     optimizer = KillableAdamW(model.parameters(), lr=0.01)
     settings = Settings(microbatches=2, schedule="gpipe")
-    pipeline = Pipeline(model.blocks, [1, 3], [CPU] * 2, settings, optimizers=[optimizer], model=model, path="blocks")
+    pipeline = Pipeline(
+        model.blocks,
+        [1, 3],
+        [CPU] * 2,
+        settings,
+        optimizers=[optimizer],
+        model=model,
+        path="blocks",
+        recovery=RecoverySettings(1),
+    )
     follow_optimizer(optimizer, pipeline.optimizers)
     pipeline.start()
-    pipeline.snapshot(0)
-    losses: dict[int, float] = {}
-    step = 0
-    while step < 3:
-        try:
-            if kill and step == 1:
-                Path("kill-forward-0").touch()
-                kill = False
-            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
-            optimizer.zero_grad()
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            losses[step], step = loss.item(), step + 1
-            pipeline.snapshot(step)
-        except WorkerLost:
-            step = pipeline.recover()
+    losses = []
+    for step in range(3):
+        if kill and step == 1:
+            Path("kill-forward-0").touch()
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
     state = {name: value.clone() for name, value in model.state_dict().items()}
     pipeline.close()
-    return list(losses.values()), state
+    return losses, state
 
 
 def killed_with_blocks() -> None:
@@ -315,10 +309,13 @@ def test_blocks_of_a_module_list() -> None:
     run(killed_with_blocks)
 
 
-def two_stages(*layers: nn.Module, **settings: Any) -> tuple[nn.Sequential, Pipeline]:
+def two_stages(*layers: nn.Module, restarts: int = 3, **settings: Any) -> tuple[nn.Sequential, Pipeline]:
     torch.manual_seed(0)
     module = nn.Sequential(*layers)
-    pipeline = Pipeline(module, [len(layers) - 1, 1], [CPU] * 2, Settings(microbatches=2, **settings))
+    recovery = RecoverySettings(restarts) if restarts else None
+    pipeline = Pipeline(
+        module, [len(layers) - 1, 1], [CPU] * 2, Settings(microbatches=2, **settings), recovery=recovery
+    )
     pipeline.start()
     return module, pipeline
 
@@ -337,108 +334,94 @@ class Hoards(nn.Module):
         return x
 
 
-def refusals() -> None:
-    x = torch.randn(4, 3)
-    module, pipeline = two_stages(nn.Linear(3, 3), nn.Linear(3, 3))
-    assert (pipeline.last_snapshot, pipeline.snapshot_bytes) == (None, 0)
-    loss = module(x).sum()
-    with pytest.raises(RuntimeError, match="can be taken between steps only, but a batch is on its way"):
-        pipeline.snapshot(0)
-    loss.backward()
-    pipeline.snapshot(3)
-    assert pipeline.last_snapshot == 3 and pipeline.snapshot_bytes > 12 * 4 * 2
-    with pytest.raises(ValueError, match="must be at least 4, got 3"):
-        pipeline.snapshot(3)
+def kill_worker(pipeline: Pipeline) -> None:
     os.kill(worker_of(pipeline), signal.SIGKILL)
-    with pytest.raises(WorkerLost):
-        module(x)
-    with pytest.raises(WorkerLost):  # of the same loss
-        pipeline.snapshot(4)
-    assert pipeline.recover() == pipeline.last_snapshot == 3
-    loss = module(x).sum()
-    os.kill(worker_of(pipeline), signal.SIGKILL)
-    with pytest.raises(WorkerLost):
-        pipeline.wait()
-    assert pipeline.recover() == 3
-    with pytest.raises(RuntimeError, match="the pipeline that computed this has ended"):
-        loss.backward()
-    module(x).sum().backward()
-    pipeline.close()
-    assert (pipeline.last_snapshot, pipeline.snapshot_bytes) == (None, 0)
-    with pytest.raises(RuntimeError, match="the pipeline has ended, and its snapshots with it"):
-        pipeline.recover()
 
-    module, pipeline = two_stages(nn.Linear(3, 3), nn.Linear(3, 3))
-    os.kill(worker_of(pipeline), signal.SIGKILL)
-    with pytest.raises(WorkerLost):
+
+def between_operations() -> None:
+    """A worker is lost while the driver holds the loss of a pass, in evaluation, and when the run ends."""
+    x = torch.randn(4, 3)
+
+    def outcome(*kills: str) -> Any:
+        torch.manual_seed(0)
+        module, pipeline = two_stages(nn.Linear(3, 3), nn.Linear(3, 3))
+
+        def at(moment: str) -> None:
+            if moment in kills:
+                kill_worker(pipeline)
+
+        module(x).sum().backward()
+        at("gradients")
+        loss = module(x).sum()
+        at("loss")
+        loss.backward()
+        with torch.no_grad():
+            outputs = [module(x)]
+            at("evaluation")
+            outputs.append(module(x))
+        at("reading")
+        grads = captured(pipeline.remotes[0], PartKind.GRADS)
+        at("end")
+        pipeline.close()
+        assert len(pipeline.repairs) == len(kills)
+        return [*outputs, grads, module.state_dict()]
+
+    expected = outcome()
+    for kills in (["gradients"], ["loss"], ["evaluation"], ["reading"], ["end"], ["gradients", "loss", "end"]):
+        same(outcome(*kills), expected, str(kills))
+
+
+def test_between_operations() -> None:
+    run(between_operations)
+
+
+class Counts(nn.Module):
+    """Returns something else each time that any process calls it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with Path("calls").open("a") as file:
+            file.write(".")
+        return x + Path("calls").stat().st_size
+
+
+def limits() -> None:
+    x = torch.randn(4, 3)
+    module, pipeline = two_stages(nn.Linear(3, 3), nn.Linear(3, 3), restarts=1)
+    assert pipeline.recovery_bytes > 12 * 4
+    module(x)
+    kill_worker(pipeline)
+    module(x)
+    kill_worker(pipeline)
+    with pytest.raises(WorkerLost, match=r"stage 0 .* was killed by signal 9"):
         module(x)
-    with pytest.raises(RuntimeError, match="no snapshot of the pipeline that every process has whole"):
-        pipeline.recover()
-    assert not pipeline.remotes and module[0].weight.is_meta
+    pipeline.close(gather=False)
+    assert pipeline.recovery_bytes == 0
 
     module, pipeline = two_stages(nn.Linear(3, 3), Hoards(), nn.Linear(3, 3))
-    pipeline.snapshot(0)
     module(x).sum().backward()
-    pipeline.snapshot(1)
+    pipeline.optimizers.num_steps += 1
     with pytest.raises(ValueError, match=r"no snapshot can be taken of stage 0 .*: layer 1, a Hoards, cannot be sent"):
-        pipeline.wait()
-    assert pipeline.last_snapshot == 0
-    pipeline.close()
-    assert not module[0].weight.is_meta
+        module(x).sum().backward()
+    pipeline.close(gather=False)
 
-
-def test_refusals() -> None:
-    run(refusals)
-
-
-def gradients_and_evaluation() -> None:
-    """Gradients accumulate over a snapshot; a worker is lost while evaluation passes are announced."""
-    x = torch.randn(4, 3)
-    module, pipeline = two_stages(nn.Linear(3, 3), nn.Linear(3, 3))
-
-    def grads() -> dict[str, Any]:
-        here = {name: p.grad.clone() for name, p in module.named_parameters() if not p.is_meta and p.grad is not None}
-        return here | captured(pipeline.remotes[0], PartKind.GRADS)
-
-    module(x).sum().backward()
-    pipeline.snapshot(0, with_grads=True)
-    expected = grads()
-    module(x).sum().backward()
-    accumulated = grads()
-    with torch.no_grad():
-        before = [module(x) for _ in range(3)]
-    os.kill(worker_of(pipeline), signal.SIGKILL)
-    with torch.no_grad(), pytest.raises(WorkerLost):
+    module, pipeline = two_stages(Counts(), nn.Linear(3, 3))
+    module(x)
+    kill_worker(pipeline)
+    with pytest.raises(RuntimeError, match=r"stage 0 was run again .* and computed other values for micro-batch 0"):
         module(x)
-    pipeline.recover()
-    same(grads(), expected)
-    with torch.no_grad():
-        assert all(torch.equal(module(x), own) for own in before)
-    module(x).sum().backward()
-    same(grads(), accumulated)
-    pipeline.snapshot(1)
-    pipeline.wait()
-    os.kill(worker_of(pipeline), signal.SIGKILL)
-    with pytest.raises(WorkerLost):
-        pipeline.wait()
-    pipeline.recover()
-    assert set(grads().values()) == {None}
-    pipeline.close()
+    pipeline.close(gather=False)
 
 
-def test_gradients_and_evaluation() -> None:
-    run(gradients_and_evaluation)
+def test_limits() -> None:
+    run(limits)
 
 
 def a_worker_that_hangs() -> None:
     x = torch.randn(4, 3)
     module, pipeline = two_stages(nn.Linear(3, 3), nn.Linear(3, 3), rpc_timeout_sec=2.0)
     expected = module(x).tolist()
-    pipeline.snapshot(0)
     os.kill(worker_of(pipeline), signal.SIGSTOP)
-    with pytest.raises(WorkerLost, match="does not answer"):
-        module(x)
-    assert pipeline.recover() == 0 and module(x).tolist() == expected
+    assert module(x).tolist() == expected and "does not answer" in pipeline.repairs[0].lost
     pipeline.close()
 
 
@@ -449,9 +432,10 @@ def test_a_worker_that_hangs() -> None:
 
 def holds_snapshots(told: str) -> None:
     """A driver that says which files hold its snapshots, and waits to be killed."""
-    _, pipeline = two_stages(nn.Linear(300, 300), nn.Linear(300, 3))
-    for number in range(3):
-        pipeline.snapshot(number)
+    module, pipeline = two_stages(nn.Linear(300, 300), nn.Linear(300, 3))
+    for _ in range(3):
+        module(torch.ones(2, 300)).sum().backward()
+        pipeline.optimizers.num_steps += 1
     pipeline.wait()
     Path(told).write_text(json.dumps([[worker_of(pipeline), os.getpid()], slots_of(os.getpid())]))
     time.sleep(60)

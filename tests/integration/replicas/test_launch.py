@@ -142,12 +142,12 @@ def test_torchrun_starts_all_ranks_anew() -> None:
 
 @pytest.mark.slow
 def test_a_rank_replaces_its_worker() -> None:
-    """Killed twice in the eighth step of ten; ``fit`` goes on from the checkpoint of the sixth."""
+    """Killed twice, before two batches of the second epoch; then the same ranks serve another fit."""
     seen, said = run(launched_by_slurm, "replaced", 1, timeout_seconds=SECONDS + 20)
     assert said.count("rank 2: its worker was killed by signal 9") == 2
     assert said.count("a script has ended") == 1
     model, _ = fit(Net, SingleDeviceStrategy("cpu"), 1)
-    assert seen["losses"] == pytest.approx([*model.losses[:7], *model.losses[6:7], *model.losses[6:]], rel=1e-9)
+    assert seen["losses"] == pytest.approx(model.losses, rel=1e-9)
     assert seen["again"] == pytest.approx(model.losses, rel=1e-9)
     weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
     torch.testing.assert_close(seen["weights"], weights, rtol=1e-9, atol=1e-9)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import distributed as dist
 
-from strategies.launch.rounds import Disagreement, MemberGone, Rounds
+from strategies.launch.rounds import MemberGone, Rounds
 
 
 @pytest.fixture
@@ -83,15 +83,6 @@ def test_nothing_in_common(pair: tuple[Rounds, Rounds], start: Callable[..., "Fu
     assert pair[1].agree([3]) is None and first.result(5) is None
 
 
-def test_different_things(pair: tuple[Rounds, Rounds], start: Callable[..., "Future[Any]"]) -> None:
-    first = start(pair[0].agree, [1], "snapshots")
-    with pytest.raises(Disagreement):
-        pair[1].agree([1], "checkpoints")
-    assert isinstance(first.exception(5), Disagreement)
-    first = start(pair[0].agree, [1], "checkpoints")
-    assert pair[1].agree([1], "checkpoints") == first.result(5) == 1 and pair[0].number == 2
-
-
 def test_a_member_that_has_left(pair: tuple[Rounds, Rounds]) -> None:
     pair[1].leave()
     assert pair[0].pass_gate(never)
@@ -105,3 +96,5 @@ def test_a_member_that_does_not_come() -> None:
         alone.pass_gate(never)
     with pytest.raises(MemberGone, match=r"did not go back within 0\.05 s"):
         alone.agree([1])
+    with pytest.raises(MemberGone, match="replica 0 has ended its run"):
+        alone.agree([1], lambda: True)

@@ -4,7 +4,6 @@ import copy
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +11,8 @@ import torch
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.callbacks import (
     Callback,
-    EarlyStopping,
-    EMAWeightAveraging,
-    LearningRateMonitor,
     ModelCheckpoint,
     ModelSummary,
-    TQDMProgressBar,
 )
 from pytorch_lightning.plugins.precision import MixedPrecision, Precision
 from pytorch_lightning.profilers import PyTorchProfiler
@@ -31,7 +26,6 @@ from strategies.lightning.hooks import (
     before_file_exists,
     collect_logs,
     follow_precision,
-    overridden_between_steps,
     overridden_gradient_hooks,
     run_hooks_within,
     show_summary,
@@ -226,46 +220,3 @@ def test_who_reads_gradients_before_the_step() -> None:
     assert not steps_may_run_in_backward(watched, LightningModule(), precision)
     assert not steps_may_run_in_backward(trainer(gradient_clip_val=1.0), LightningModule(), precision)
     assert overridden_gradient_hooks(watched, Reading()) == ["on_before_optimizer_step", "Watching.on_after_backward"]
-
-
-def test_hooks_between_steps() -> None:
-    """Those of Lightning's callbacks that only read do not count, unless a subclass replaces them."""
-
-    class Clips(Callback):
-        def on_train_batch_end(self, *args: Any) -> None: ...
-
-    class Saves(ModelCheckpoint):
-        def on_train_batch_end(self, *args: Any) -> None: ...
-
-    class Named(ModelCheckpoint):
-        CHECKPOINT_NAME_LAST = "newest"
-
-    class Watches(Callback):
-        only_reads = True
-
-        def on_train_batch_end(self, *args: Any) -> None: ...
-
-    class Meddles(Watches):
-        def on_train_batch_end(self, *args: Any) -> None: ...
-
-    class InStep(Callback):
-        def on_after_backward(self, *args: Any) -> None: ...
-
-        def on_test_batch_end(self, *args: Any) -> None: ...
-
-    class Logs(LightningModule):
-        def on_train_epoch_end(self) -> None: ...
-
-    class Steps(LightningModule):
-        def training_step(self, *args: Any) -> None: ...
-
-        def on_before_optimizer_step(self, optimizer: Any) -> None: ...
-
-    reading = [ModelCheckpoint(), Named(), EarlyStopping("a"), LearningRateMonitor(), TQDMProgressBar(), ModelSummary()]
-
-    def found(*callbacks: Callback, model: LightningModule | None = None) -> bool:
-        return overridden_between_steps(SimpleNamespace(callbacks=callbacks), model or Steps())
-
-    assert not found() and not found(*reading, InStep())
-    assert not found(Watches()) and found(Meddles())
-    assert found(Clips()) and found(*reading, Saves()) and found(EMAWeightAveraging()) and found(model=Logs())

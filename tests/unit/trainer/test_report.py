@@ -119,7 +119,7 @@ EVENTS: list[dict[str, Any]] = [
         ],
     },
     {"time": 1_790_000_010.5, "event": "checkpoint", "epoch": 0, "step": 10},
-    {"time": 1_790_000_020.5, "event": "restart", "epoch": 0, "step": 10},
+    {"time": 1_790_000_020.5, "event": "repair", "epoch": 0, "step": 10, "lost": "stage 0", "num_messages": 7},
     {"time": 1_790_003_700.5, "event": "error", "epoch": 1, "step": 20, "error": "KeyError: 'on purpose'"},
 ]
 
@@ -183,15 +183,16 @@ def test_the_numbers_are_those_of_the_files(folder: Path) -> None:
     assert "stage 0, forward: 117 ms, mean of 2 steps" in page.titles
     assert "driver, step 19: 15616" in page.titles and "15,616 MiB" in page.text
     assert "419.5 ms" in page.text and "29.6%" in page.text  # medians
-    assert "restart event" in page.text and "restart events" not in page.text
+    assert "repair event" in page.text and "repair events" not in page.text
     assert "layer 1 (block): Block, 111,840 parameters" in page.titles
     assert page.row("stage 0")[1:] == ["0 Embedding, 1 Block", "136,416"]
     assert "schedule 1f1b, micro-batches 4" in page.ids["balance"]
-    assert [row[0] for row in page.rows if row[0] in ("start", "checkpoint", "restart", "error")] == [
+    assert [row[0] for row in page.rows if row[0] in ("start", "checkpoint", "repair", "error")] == [
         event["event"] for event in EVENTS
     ]
+    assert page.row("repair")[5] == "stage 0, messages sent again 7"
     assert page.row("error")[1:3] == ["20", "1"] and page.row("error")[4:] == ["1:01:40", "KeyError: 'on purpose'"]
-    assert "restart, step 10" in page.titles
+    assert "repair, step 10" in page.titles
     assert page.row("epoch=0-step=10.ckpt") == ["epoch=0-step=10.ckpt", "3 MiB"]
     assert "seed_everything: 1" in page.ids["settings"] and "width: 96" in page.ids["settings"]
     assert "F0" in " ".join(page.titles) and "step 19 measured" in page.ids["timetables"]
@@ -298,7 +299,7 @@ def test_events_of_any_name(folder: Path) -> None:
     assert page.row("start")[5] == "schedule 1f1b, micro-batches 4, balance [2, 1]"
     assert "Balance [1, 2]" in page.ids["balance"] and "schedule 1f1b, micro-batches 4" in page.ids["balance"]
     assert page.row("driver")[1:] == ["1 Block, 2 Linear", "124,256"]
-    assert {"restart, step 10", "rebalance, step 15"} <= set(page.titles)
+    assert {"repair, step 10", "rebalance, step 15"} <= set(page.titles)
     assert not [title for title in page.titles if title.startswith(("start, step", "checkpoint, step", "error, step"))]
 
 

@@ -186,22 +186,3 @@ def test_values_end_with_their_stage() -> None:
     del kept
     spread.workers[0].work()
     assert not spread.workers[0].held.computed
-
-
-def test_values_to_which_nothing_refers_any_more_are_freed_once_more() -> None:
-    """As after a recovery, when a stage has again what it had at a snapshot."""
-    spread = Spread()
-    held, holder = spread.workers[0].held, spread.holders[0]
-    with OnStages():
-        kept, dropped = (spread.modules[0][0].weight.detach().clone() for _ in range(2))
-    spread.workers[0].work()
-    known, values = set(holder.referenced), dict(held.computed)
-    assert known == set(values) and len(known) == 2
-    del dropped
-    spread.workers[0].work()
-    left = set(held.computed)
-    held.computed.update(values)
-    holder.free_others(known)
-    spread.workers[0].work()
-    assert set(held.computed) == left == holder.referenced
-    del kept

@@ -1,5 +1,6 @@
-"""Fits whose workers are killed in chosen batches and phases, and what such a fit comes to."""
+"""Runs whose workers are killed in chosen batches and phases, and what such a run comes to."""
 
+import itertools
 import os
 import random
 import shutil
@@ -25,19 +26,20 @@ from strategies.lightning.compat import unwrapped
 from trainer import Trainer
 
 STAGES, EPOCHS, BATCHES, ROWS = 3, 2, 7, 6
+MAX_RESTARTS = 20
 
 Kills = Mapping[int, Sequence[str]]
 """For batches, counted over all epochs: phase and rank of workers that are killed in it, such as ``forward-1``."""
 
 
 def strike(phase: str) -> None:
-    """Ends this process if it is a worker that is to end here, once; or lets it hang."""
+    """Kill this process if it is a worker that is to end here, once or always; or let it hang."""
     name, _, rank = Path("/proc/self/comm").read_text().strip().rpartition("-")
     order = Path(f"kill-{phase}-{rank}")
     if name != "relay-worker":
         return
-    if order.exists():
-        order.unlink()
+    if order.exists() or Path(f"always-{phase}-{rank}").exists():
+        order.unlink(missing_ok=True)
         os.kill(os.getpid(), signal.SIGKILL)
     hang = Path(f"kill-hang-{rank}")
     if phase == "forward" and hang.exists():
@@ -62,6 +64,13 @@ class Killable(nn.Linear):
     def _save_to_state_dict(self, *args: Any) -> None:
         strike("state_dict")
         super()._save_to_state_dict(*args)
+
+    def get_extra_state(self) -> Tensor:
+        strike("teardown")
+        return torch.zeros(1)
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
 
     def __getstate__(self) -> dict[str, Any]:
         strike("snapshot")
@@ -137,12 +146,25 @@ class Net(pl.LightningModule):
         return loss
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        norm = float(torch.stack([p.grad.norm() for p in self.parameters() if p.grad is not None]).norm())
+        norms = [p.grad.norm() for p in self.parameters() if p.grad is not None]  # none while statistics are updated
+        norm = float(torch.stack(norms).norm()) if norms else 0.0
         self.norms.setdefault(self.current_epoch, []).append(norm)
         self.log("norm", norm)
 
+    def on_train_end(self) -> None:
+        """Comes after the callbacks, of which some save a checkpoint."""
+        for order in Path().glob("at-end-*"):
+            order.rename(order.name.replace("at-end", "kill-teardown"))
+
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.log("val_loss", (self.sequential_module(batch[0]) * self.scale - batch[1]).square().mean())
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        noisy = batch[0] + torch.randn_like(batch[0])
+        self.log("test_loss", (self.sequential_module(noisy) * self.scale - batch[1]).square().mean(), on_step=True)
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.sequential_module(batch[0]) * self.scale
 
     def configure_optimizers(self) -> Any:
         decayed = [p for p in self.parameters() if p.dim() > 1]
@@ -222,6 +244,26 @@ class Clipper(Callback):
         model.sequential_module[8].running_mean.data.mul_(0.5)
 
 
+class Scaler(Callback):
+    """Changes gradients of the last stage before each optimizer step."""
+
+    def on_before_optimizer_step(self, trainer: Any, model: Any, optimizer: Any) -> None:
+        for parameter in model.parameters():
+            if parameter.grad is not None and not parameter.is_meta:
+                parameter.grad.mul_(0.5 + 0.25 * (trainer.global_step % 3))
+
+
+class StreamNet(Net):
+    """Has a generator, which cannot be copied, and takes a value of it in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stream = (0.01 * number for number in itertools.count())
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + next(self.stream)
+
+
 class Halver(Callback):
     """Changes gradients of the last stage before the next batch adds to them."""
 
@@ -273,7 +315,7 @@ class Executioner(Callback):
 
     def on_train_batch_start(self, trainer: Any, model: Any, batch: Any, batch_idx: int) -> None:
         for order in self.take(trainer, ""):
-            Path(f"kill-{order}").touch()
+            Path(order if order.startswith(("at-end", "always")) else f"kill-{order}").touch()
 
 
 def _killing(name: str) -> Any:
@@ -289,15 +331,6 @@ def _killing(name: str) -> Any:
 for _name in ("batch_end", "epoch_end", "end"):
     setattr(Executioner, f"on_train_{_name}", _killing(f"on_train_{_name}"))
 Executioner.on_save_checkpoint = _killing("on_save_checkpoint")
-
-
-def _settling(self: Executioner, trainer: Any, model: Any, checkpoint: Any) -> None:
-    _on_save_checkpoint(self, trainer, model, checkpoint)
-    if trainer.fit_loop.epoch_loop.total_batch_idx == 8 and trainer.strategy._recovery is not None:
-        trainer.strategy.replace_lost_workers()  # between what is collected before and what is collected later
-
-
-_on_save_checkpoint, Executioner.on_save_checkpoint = Executioner.on_save_checkpoint, _settling
 for _name in ("start", "batch_start", "batch_end", "end"):
     setattr(Executioner, f"on_validation_{_name}", _killing(f"on_validation_{_name}"))
 
@@ -314,22 +347,38 @@ def fit(
     options: Mapping[str, Any] | None = None,
     stages: int = STAGES,
     replicas: int = 1,
+    ckpt_path: str | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """What a fit of two epochs of seven batches comes to."""
+    """What a fit of two epochs of seven batches comes to.
+
+    Args:
+        kills: Which workers are killed.
+        every_n_steps: ``snapshot_every_n_steps``; 0: lost workers are not repaired.
+        net: The model.
+        trainer_class: Of Relay or of Lightning.
+        schedule: Of the pipeline.
+        callbacks: More callbacks.
+        scaler: Whether the loss is scaled.
+        options: More arguments of the strategy.
+        stages: Number of stages.
+        replicas: Number of replicas.
+        ckpt_path: The checkpoint with which it begins.
+        settings: More arguments of the Trainer.
+    """
     if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":  # others come at any time
         for name in ("logs", "saved"):
             shutil.rmtree(name, ignore_errors=True)
     pl.seed_everything(1, verbose=False)
     model = net()
-    balance = [5, 7] if stages == 2 else [2] * 6 if schedule == "zbv" else [2, 4, 6]
+    balance = [5, 7] if stages == 2 else [2] * 6 if schedule in ("interleaved", "zbv") else [2, 4, 6]
+    repairs = {"max_restarts": MAX_RESTARTS, "snapshot_every_n_steps": every_n_steps} if every_n_steps else {}
     strategy = Strategy(
         balance,
         microbatches=2,
         schedule=schedule,
         data_parallel_size=replicas,
-        snapshot_every_n_steps=every_n_steps,
-        **(options or {}),
+        **{**repairs, **(options or {})},
     )
     strategy.rows_at_once = schedule == "gpipe"
     if scaler:
@@ -364,7 +413,7 @@ def fit(
     data = TensorDataset(rows, targets)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        trainer.fit(model, DataLoader(data, ROWS, shuffle=True), DataLoader(data, ROWS))
+        trainer.fit(model, DataLoader(data, ROWS, shuffle=True), DataLoader(data, ROWS), ckpt_path=ckpt_path)
     told = [str(warning.message) for warning in said]
     return {
         "losses": model.seen,
@@ -380,8 +429,7 @@ def fit(
         "counters": plain(trainer.fit_loop.state_dict()),
         "checkpoints": {path.name: read(path) for path in sorted(Path("saved").glob("*"))},
         "random": [plain(torch.rand(2)), random.random()],
-        "recovered": [line for line in told if "goes on from a snapshot" in line],
-        "restarts": [line for line in told if "Restart " in line],
+        "repairs": [repair.lost for repair in strategy.repairs],
         "warnings": told,
         "left": [str(path) for path in Path().glob("kill-*")],
     }
@@ -394,7 +442,7 @@ def read(path: Path) -> Any:
     return plain(torch.load(path, weights_only=False))
 
 
-_SAID = ("recovered", "restarts", "warnings")
+_SAID = ("repairs", "warnings")
 
 
 def differences(found: Any, expected: Any, where: str = "") -> list[str]:
@@ -409,11 +457,75 @@ def differences(found: Any, expected: Any, where: str = "") -> list[str]:
     return [] if same else [f"{where}: {found!r:.400} instead of {expected!r:.400}"]
 
 
-def disturbed(cases: Sequence[tuple[Kills, int]], **options: Any) -> list[tuple[list[str], list[str], list[str]]]:
-    """For each case, in what it differs from an undisturbed fit, and what was said of recoveries and restarts."""
+def disturbed(cases: Sequence[tuple[Kills, int]], **options: Any) -> list[tuple[list[str], list[str]]]:
+    """For each case, in what it differs from an undisturbed fit, and what was lost and repaired."""
     expected = fit({}, 0, **options)
     answers = []
     for kills, every_n_steps in cases:
         found = fit(kills, every_n_steps, **options)
-        answers.append((differences(found, expected), found["recovered"], found["restarts"]))
+        answers.append((differences(found, expected), found["repairs"]))
     return answers
+
+
+class KeepsOne(Callback):
+    """Keeps a checkpoint as it was written."""
+
+    def on_train_end(self, trainer: Any, model: Any) -> None:
+        shutil.copytree(Path("saved", "step=6.ckpt"), "first")
+
+
+def resumed(kills: Kills) -> tuple[list[str], list[str]]:
+    """In what a fit that begins with a sharded checkpoint differs from an undisturbed one, and what was lost."""
+    options: dict[str, Any] = {"options": {"state_dict_type": "sharded"}, "accumulate_grad_batches": 1}
+    fit({}, 0, callbacks=lambda: [KeepsOne()], **options)
+    expected = fit({}, 0, ckpt_path="first", **options)
+    found = fit(kills, 100, ckpt_path="first", **options)
+    return differences(found, expected), found["repairs"]
+
+
+class StrikesInEvaluation(Callback):
+    """Has a worker killed in the second batch, and another one before the third."""
+
+    def _strike(self, trainer: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            Path("kill-validation-0").touch()
+        elif batch_idx == 2:
+            trainer.strategy.pipeline.workers.kill(1)
+
+    def on_validation_batch_start(self, trainer: Any, model: Any, batch: Any, batch_idx: int, *_: Any) -> None:
+        self._strike(trainer, batch_idx)
+
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+
+
+def evaluate(*, is_disturbed: bool, schedule: str = "gpipe") -> dict[str, Any]:
+    """What ``validate``, ``test`` and ``predict`` come to."""
+    pl.seed_everything(1, verbose=False)
+    model, recorder = Net(), Recorder()
+    repairs = {"max_restarts": 2} if is_disturbed else {}
+    strategy = Strategy([2, 4, 6], microbatches=2, schedule=schedule, **repairs)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=STAGES,
+        strategy=strategy,
+        callbacks=[recorder, *([StrikesInEvaluation()] if is_disturbed else [])],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    generator = torch.Generator().manual_seed(2)
+    rows, targets = (torch.randn(BATCHES * ROWS - 1, width, generator=generator) for width in (4, 1))
+    loader = DataLoader(TensorDataset(rows, targets), ROWS)
+    numbers, found = [], {}
+    for name in ("validate", "test", "predict"):
+        found[name] = plain(getattr(trainer, name)(model, loader))
+        numbers.append(len(strategy.repairs))
+    return {
+        **found,
+        "hooks": recorder.calls,
+        "weights": plain(model.state_dict()),
+        "random": [plain(torch.rand(2)), random.random()],
+        "left": [str(path) for path in Path().glob("kill-*")],
+        "repairs": numbers,
+        "warnings": [],
+    }

@@ -1,0 +1,176 @@
+"""The driver's ends of the data plane in a run whose lost workers are replaced: they stay, the connections change.
+
+stage of the driver ──▶ LoggedSender ──▶ sender of the present session ──▶ worker
+                            │
+                           Log
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from strategies.pipeline.recovery.log import Log, copied, fingerprint
+from strategies.pipeline.stage.edges import tensors_of
+from strategies.pipeline.transport.channel import Arrived, Arriving
+from strategies.pipeline.transport.interface import InChannel, OutChannel, Transport
+
+
+class LoggedTransport:
+    """Connects to the workers of each session in turn; see :class:`~strategies.pipeline.transport.interface.Transport`.
+
+    Args:
+        log: The driver's log.
+        transport: That of the first session.
+    """
+
+    is_ordered = False
+
+    def __init__(self, log: Log, transport: Transport) -> None:
+        self._log, self._transport = log, transport
+        self._channels: list[LoggedSender | LoggedReceiver] = []
+
+    def connect(self, transport: Transport) -> None:
+        """Use the connections of another session from now on."""
+        self._transport = transport
+        for channel in self._channels:
+            channel.open(transport)
+
+    def sender(self, peer: int, tag: int) -> "LoggedSender":
+        sender = LoggedSender(self._log, peer, tag)
+        sender.open(self._transport)
+        self._channels.append(sender)
+        return sender
+
+    def receiver(self, peer: int, tag: int) -> "LoggedReceiver":
+        receiver = LoggedReceiver(self._log, peer, tag)
+        receiver.open(self._transport)
+        self._channels.append(receiver)
+        return receiver
+
+    def fail(self) -> None:
+        self._transport.fail()
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    def let_go(self) -> None:
+        self._transport.let_go()
+
+    def close(self) -> None:
+        """Do nothing: the transport of a session is closed with the session."""
+
+
+class LoggedSender:
+    """Sends values to one worker, and keeps copies of them in the log.
+
+    Args:
+        log: The driver's log.
+        peer: The rank of the worker.
+        tag: Distinguishes the channel from others to the same worker.
+    """
+
+    def __init__(self, log: Log, peer: int, tag: int) -> None:
+        self._log, self._peer, self._tag = log, peer, tag
+        self.inner: OutChannel
+
+    def open(self, transport: Transport) -> None:
+        """Use the connections of a session."""
+        self.inner = transport.sender(self._peer, self._tag)
+
+    def send(self, value: Any, pass_number: int, microbatch: int, *, keep: int | None = None) -> bool:
+        self._log.perform(_Sent(self, value, pass_number, microbatch, keep, *copied(value)))
+        return any(tensor.requires_grad for tensor in tensors_of(value))
+
+    def release(self, keep: int = 0) -> None:
+        self._waiting(partial(self.inner.release, keep))
+
+    def flush(self, keep: int = 0) -> None:
+        self._waiting(partial(self.inner.flush, keep))
+
+    def _waiting(self, wait: Callable[[], None]) -> None:
+        failures = self._log.failures
+        try:
+            wait()
+        except Exception as error:  # what had not arrived is sent again
+            self._log.overcome(failures, error)
+
+
+@dataclass
+class _Sent:
+    """A value that the driver has sent. The original is sent first, the copy later."""
+
+    sender: LoggedSender
+    value: Any
+    number: int
+    microbatch: int
+    keep: int | None
+    copy: Any
+    size_bytes: int
+
+    def run(self) -> None:
+        value, self.value = self.value, None
+        self.sender.inner.send(value, self.number, self.microbatch, keep=self.keep)
+
+    def run_again(self) -> None:
+        self.sender.inner.send(self.copy, self.number, self.microbatch, keep=self.keep)
+
+
+class LoggedReceiver:
+    """Receives the values of one worker, and notes fingerprints of them in the log.
+
+    Args:
+        log: The driver's log.
+        peer: The rank of the worker.
+        tag: The sender's tag.
+    """
+
+    def __init__(self, log: Log, peer: int, tag: int) -> None:
+        self._log, self.peer, self._tag = log, peer, tag
+        self.inner: InChannel
+
+    def open(self, transport: Transport) -> None:
+        """Use the connections of a session."""
+        self.inner = transport.receiver(self.peer, self._tag)
+
+    def begin(self, pass_number: int, microbatch: int) -> Arriving:
+        return Arrived(self.receive(pass_number, microbatch))
+
+    def receive(self, pass_number: int, microbatch: int) -> Any:
+        log = self._log
+        while True:
+            failures = log.failures
+            try:
+                value = self.inner.receive(pass_number, microbatch)
+            except Exception as error:
+                log.overcome(failures, error)
+                continue
+            with log.lock:
+                if log.failures is failures:  # else it comes once more
+                    log.note(_Received(self, pass_number, microbatch, fingerprint(value)))
+                    return value
+
+
+@dataclass
+class _Received:
+    """A value that the driver has received."""
+
+    receiver: LoggedReceiver
+    number: int
+    microbatch: int
+    fingerprint: tuple[Any, ...]
+    size_bytes: int = field(default=0)
+
+    def run(self) -> None:
+        raise AssertionError("noted after it has been received")
+
+    def run_again(self) -> None:
+        value = self.receiver.inner.receive(self.number, self.microbatch)
+        if fingerprint(value) != self.fingerprint:
+            raise RuntimeError(
+                f"stage {self.receiver.peer} was run again after a worker was lost, and computed other values for "
+                f"micro-batch {self.microbatch} of pass {self.number} than before. Either one of its layers, or one "
+                "before it, depends on something other than its input, its state and random states (such as the time), "
+                "or one of the processes computes wrongly. The run cannot go on from there: start again from the last "
+                "checkpoint."
+            )

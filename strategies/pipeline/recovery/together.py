@@ -1,0 +1,93 @@
+"""The drivers of several replicas, which replace their workers together.
+
+    driver 0   ✗ a worker is lost ── announces ─────────── agrees ── new workers, the log once more
+                                        │                    │
+    driver 1                       hears of it ─ ends its ── agrees ── new workers, the log once more
+                                                 workers
+
+The replicas of a stage are connected with each other, so none can go on with others than those that it has begun with.
+Collective operations between drivers are not disturbed.
+"""
+
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+
+from torch import distributed as dist
+
+from strategies.common.errors import WorkerLost
+from strategies.launch.rounds import MemberGone, Rounds
+from strategies.pipeline.control.client import Failures
+
+_LOOK_SECONDS = 0.03
+
+
+class Together:
+    """The other drivers, as one of them sees them.
+
+    Args:
+        rounds: What all of them agree on.
+        failures: Those of the session that runs, which get an entry when another replica has lost a worker.
+    """
+
+    def __init__(self, rounds: Rounds, failures: Failures) -> None:
+        self._rounds, self._failures, self._has_heard = rounds, failures, False
+        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="relay-replicas", daemon=True)
+        self._thread.start()
+
+    @property
+    def round(self) -> int:
+        """How often all have replaced their workers."""
+        return self._rounds.number
+
+    def agree(self, lost: str, numbers: Sequence[int], before: Failures, failures: Failures) -> int:
+        """Wait until all drivers are about to replace their workers.
+
+        Args:
+            lost: Which worker was lost, and how.
+            numbers: Those of the snapshots that this pipeline can begin with.
+            before: Those of the session that is over. If one is raised to the user meanwhile, the wait ends.
+            failures: Those of the session that begins.
+
+        Returns:
+            The number of the last snapshot that all can begin with.
+
+        Raises:
+            RuntimeError: If another driver has ended its run, or there is no such snapshot.
+        """
+        with self._lock:
+            self._rounds.announce(f"in replica {self._rounds.rank}: {lost}")
+            number = self._rounds.agree(numbers, lambda: before.raised or self._ended.is_set())
+            self._failures, self._has_heard = failures, False
+        if number is None:
+            raise RuntimeError("the replicas have no snapshot of the same step")
+        return number
+
+    def end_together(self, failures: Failures) -> None:
+        """Wait until all drivers have all that they need of their workers, or until there is a failure."""
+        with suppress(MemberGone, dist.DistError):
+            while not self._rounds.pass_gate(lambda: failures.any or self._has_heard):
+                failures.settle()
+
+    def give_up(self) -> None:
+        """End a wait for other drivers."""
+        self._ended.set()
+
+    def end(self) -> None:
+        """Take no part any more."""
+        self._ended.set()
+        self._thread.join()
+        with suppress(dist.DistError):  # rank 0 has ended
+            self._rounds.leave()
+
+    def _listen(self) -> None:
+        while not self._ended.wait(_LOOK_SECONDS):
+            with self._lock:
+                try:
+                    why = None if self._has_heard else self._rounds.announced()
+                except dist.DistError:  # rank 0 has ended, and this process is about to
+                    return
+                if why is not None:
+                    self._has_heard = True
+                    self._failures.add(WorkerLost(why), consequence=False)

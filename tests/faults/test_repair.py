@@ -1,0 +1,272 @@
+"""``max_restarts``: a run that loses workers ends as one that loses none, to the last bit.
+
+Compared are losses, weights, buffers, optimizer states, schedules, metrics, the CSV log, every call of every hook of a
+callback, the counters of the loops, the checkpoints, and the random numbers that come next.
+"""
+
+import csv
+import json
+import warnings
+from collections.abc import Callable, Sequence
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import repair_job
+from harness import run
+from pytorch_lightning.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from pytorch_lightning.profilers import PyTorchProfiler
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from repair_job import BlockNet, Clipper, Halver, Kills, ManualNet, Meddler, Net, Scaler, SometimesNet, StreamNet
+from torch import Tensor
+
+from strategies import RPCSequentialStrategy
+from strategies.common.errors import WorkerLost
+from trainer import PipelineMonitor, Trainer
+
+EVERY_STEP: Kills = {
+    0: ["forward-0"],
+    3: ["backward-1"],
+    6: ["step-0"],
+    8: ["snapshot-1"],
+    12: ["forward-0", "forward-1"],
+}
+EVERY_THIRD: Kills = {1: ["step-1"], 5: ["backward-0"], 13: ["forward-1"]}
+BETWEEN: Kills = {
+    1: ["on_train_batch_end-0"],
+    2: ["on_train_batch_end-1"],
+    6: ["on_validation_start-1"],
+    10: ["on_validation_batch_start-0"],
+    13: ["on_validation_batch_start-0", "on_train_epoch_end-1", "on_train_end-0"],
+}
+VALIDATION: Kills = {0: ["sanity-0", "sanity-1"], 6: ["validation-1"], 13: ["validation-0"]}
+SAVING: Kills = {
+    2: ["state_dict-0"],
+    5: ["on_save_checkpoint-1"],
+    6: ["on_save_checkpoint-0"],
+    8: ["state_dict-1", "on_save_checkpoint-0"],
+    13: ["on_save_checkpoint-0", "on_save_checkpoint-1"],
+}
+"""While the state of a stage is collected for a checkpoint, and before it is fetched or written."""
+TEARDOWN: Kills = {13: ["at-end-0", "at-end-1"]}
+"""While weights and optimizer states return to the driver."""
+
+Case = tuple[dict[str, Any], Sequence[tuple[Kills, int]]]
+"""Arguments of a fit; and which workers are killed, with ``snapshot_every_n_steps``."""
+
+BOTH = [(EVERY_STEP, 1), (EVERY_THIRD, 3)]
+EACH_BATCH: dict[str, Any] = {"accumulate_grad_batches": 1}
+MANUAL: dict[str, Any] = {"net": ManualNet, "accumulate_grad_batches": 1, "gradient_clip_val": None}
+
+CASES: dict[str, Case] = {
+    "gpipe": ({}, [({}, 1), *BOTH]),
+    "1f1b": ({"schedule": "1f1b", "precision": "bf16-mixed"}, BOTH),
+    "interleaved": ({"schedule": "interleaved"}, BOTH),
+    "zbv": ({"schedule": "zbv", **EACH_BATCH}, BOTH),
+    "between_steps": ({}, [(BETWEEN, 1), (BETWEEN, 4)]),
+    "validation": ({}, [(VALIDATION, 1), (VALIDATION, 4)]),
+    "teardown": ({"schedule": "1f1b"}, [(TEARDOWN, 1), ({13: ["at-end-1"]}, 5)]),
+    "saving": (EACH_BATCH, [(SAVING, 1), (SAVING, 4)]),
+    "saving_sharded": ({"options": {"state_dict_type": "sharded"}, **EACH_BATCH}, [(SAVING, 1), (SAVING, 4)]),
+    "saving_in_background": ({"options": {"async_save": True}, "schedule": "1f1b", **EACH_BATCH}, [(SAVING, 1)]),
+    "sharded_in_background": (
+        {"options": {"state_dict_type": "sharded", "async_save": True}, **EACH_BATCH},
+        [(EVERY_STEP, 1), (SAVING, 3)],
+    ),
+    "manual": (MANUAL, BOTH),
+    "manual_between": ({**MANUAL, "profiler": "simple"}, [(BETWEEN, 1), (BETWEEN, 4)]),
+    "scaler": ({"scaler": True, "gradient_clip_val": 0.1}, BOTH),
+    "hang": ({"options": {"rpc_timeout_sec": 5.0}}, [({5: ["hang-1"], 9: ["forward-0"]}, 1)]),
+    "plain_trainer": ({"trainer_class": pl.Trainer}, BOTH),
+    "blocks": ({"net": BlockNet, "schedule": "1f1b", "options": {"module": "blocks"}}, BOTH),
+    "generator": ({"net": StreamNet, **EACH_BATCH}, BOTH),
+    "changes_some_batches": ({"net": SometimesNet}, [({4: ["backward-0"], 11: ["forward-1"]}, 1)]),
+    "gradients_in_step": ({"callbacks": lambda: [Scaler()]}, BOTH),
+    "gradients_between": ({"callbacks": lambda: [Halver()]}, [({3: ["forward-0"], 10: ["backward-1"]}, 1)]),
+    "weights_between": ({"callbacks": lambda: [Clipper()], **EACH_BATCH}, BOTH),
+    "moving_layers": ({"callbacks": lambda: [Meddler()], **EACH_BATCH}, BOTH),
+    "averages": (
+        {"callbacks": lambda: [EMAWeightAveraging(decay=0.5)], **EACH_BATCH},
+        [(EVERY_STEP, 1), ({6: ["on_validation_batch_start-1"], 9: ["step-0"]}, 3)],
+    ),
+    "stochastic_average": (
+        {"callbacks": lambda: [StochasticWeightAveraging(0.05, swa_epoch_start=1)], **EACH_BATCH},
+        [({4: ["backward-0"], 9: ["step-1"]}, 1)],
+    ),
+}
+SLOW = (
+    *("gpipe", "1f1b", "interleaved", "between_steps", "validation", "teardown", "saving", "sharded_in_background"),
+    *("manual", "hang", "generator", "gradients_in_step", "moving_layers"),
+)
+"""Those of ``make slow``: each place of a kill, each way of optimization, and what user code may do."""
+
+
+def disturbed(name: str) -> Any:
+    options, cases = CASES[name]
+    return repair_job.disturbed(cases, **options)
+
+
+def one_lost_worker() -> Any:
+    return repair_job.disturbed([({4: ["backward-0"]}, 2)], **EACH_BATCH)
+
+
+def test_one_lost_worker() -> None:
+    ((differing, (lost,)),) = run(one_lost_worker)
+    assert differing == []
+    assert lost.startswith("stage 0 (layers 0 to 1: Linear, Killable), process ")
+    assert "was killed by signal 9 in " in lost
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.nightly) for name in CASES]
+)
+def test_workers_are_killed_at_any_time(name: str) -> None:
+    for (differing, repairs), (kills, _) in zip(run(disturbed, name, timeout_seconds=280), CASES[name][1], strict=True):
+        assert differing == []
+        assert bool(repairs) == bool(kills) and len(repairs) <= sum(map(len, kills.values()))
+
+
+def evaluations(schedule: str) -> Any:
+    found = repair_job.evaluate(is_disturbed=True, schedule=schedule)
+    return repair_job.differences(found, repair_job.evaluate(is_disturbed=False, schedule=schedule)), found["repairs"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_validate_test_and_predict(schedule: str) -> None:
+    """Two workers are lost in each, which is what each of them may repair."""
+    differing, numbers = run(evaluations, schedule)
+    assert differing == [] and all(1 <= number <= 2 for number in numbers)
+
+
+def resumed() -> Any:
+    return repair_job.resumed({0: ["sanity-1"], 7: ["forward-0"], 12: ["step-1"]})
+
+
+@pytest.mark.slow
+def test_a_run_that_begins_with_a_sharded_checkpoint() -> None:
+    """Its stages have read their parts since the only snapshot."""
+    differing, repairs = run(resumed)
+    assert differing == [] and repairs
+
+
+# Where it ends
+
+
+def message_of(kind: type[Exception], function: Callable[[], Any]) -> str:
+    with pytest.raises(kind) as raised:
+        function()
+    assert raised.type is kind  # not a subclass
+    for path in Path().glob("*-forward-0"):
+        path.unlink()
+    return str(raised.value)
+
+
+def lost_too_often() -> list[str]:
+    """Errors of fits, and what a fit after them differs in."""
+    fit, one = repair_job.fit, {"options": {"max_restarts": 1}}
+    messages = [
+        message_of(WorkerLost, lambda: fit({3: ["forward-0"]}, 0)),
+        message_of(WorkerLost, lambda: fit({3: ["forward-0"], 9: ["backward-1"]}, 1, **one)),
+        message_of(WorkerLost, lambda: fit({3: ["always-forward-0"]}, 2, options={"max_restarts": 3})),
+    ]
+    return [*messages, *repair_job.differences(fit({4: ["backward-0"]}, 1, **one), fit({}, 0))]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_more_losses_than_may_be_repaired_end_the_run() -> None:
+    """The last one is a batch in which a worker dies each time."""
+    none, second, always = run(lost_too_often, timeout_seconds=180)
+    for lost in (none, always):
+        assert lost.startswith("stage 0 (layers 0 to 1: Linear, Killable), process ")
+    assert second.startswith("stage 1 (layers 2 to 5: Dropout, ")
+    assert all("was killed by signal 9 in " in lost for lost in (none, second, always))
+
+
+class Clumsy(Net):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        raise ArithmeticError("the user's own")
+
+
+def errors_of_the_user() -> str:
+    return message_of(ArithmeticError, lambda: repair_job.fit({}, 1, net=Clumsy))
+
+
+@pytest.mark.slow
+def test_an_error_of_the_user_is_no_loss() -> None:
+    assert run(errors_of_the_user) == "the user's own"
+
+
+# What is told
+
+
+def monitored() -> Any:
+    found = repair_job.fit(
+        {2: ["forward-0"], 9: ["step-1"], 13: ["at-end-0"]},
+        1,
+        callbacks=lambda: [PipelineMonitor(2, dirpath=".")],
+        options={"rebalance": "auto", "rebalance_every_n_steps": 4},
+        **EACH_BATCH,
+    )
+    rows = [row for row in csv.DictReader(StringIO(found["csv"])) if row["pipeline/step_ms"]]
+    events = map(json.loads, Path("pipeline", "events.jsonl").read_text().splitlines())
+    return {"rows": rows, "repairs": [event for event in events if event["event"] == "repair"]}
+
+
+@pytest.mark.slow
+def test_the_monitor_notes_each_repair() -> None:
+    """That in ``teardown`` too."""
+    found = run(monitored)
+    first, second, third = found["repairs"]
+    assert first["step"] == 2 and second["step"] in (9, 10)
+    for event, stage in ((first, 0), (second, 1), (third, 0)):
+        assert event["lost"].startswith(f"stage {stage} (") and "was killed by signal 9" in event["lost"]
+        assert event["seconds"] >= 0 and event["num_messages"] >= 0
+    for row in found["rows"]:
+        for name in ("stage_0", "stage_1", "driver"):
+            assert float(row[f"pipeline/{name}/forward_ms"]) > 0, row
+
+
+# Settings
+
+
+class Unused(PyTorchProfiler):
+    def __del__(self) -> None:
+        """Lightning's raises an error if the profiler has not been started."""
+
+
+def test_where_it_cannot_be_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    for wrong in (-1, 1.0, True, "1", None):
+        with pytest.raises(MisconfigurationException, match="max_restarts must be a whole number of at least 0, got "):
+            RPCSequentialStrategy(max_restarts=wrong)
+    for wrong in (0, 1.0, True, "1", None):
+        message = "snapshot_every_n_steps must be a whole number of at least 1, got "
+        with pytest.raises(MisconfigurationException, match=message):
+            RPCSequentialStrategy(max_restarts=1, snapshot_every_n_steps=wrong)
+    with pytest.raises(MisconfigurationException, match="snapshot_every_n_steps=2 has no effect with max_restarts=0"):
+        RPCSequentialStrategy(snapshot_every_n_steps=2)
+
+    def fit(net: type[Net], **options: Any) -> None:
+        strategy = RPCSequentialStrategy(max_restarts=1)
+        trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, **options)
+        with warnings.catch_warnings(action="ignore"):
+            trainer.fit(net(), [[0]])
+
+    with pytest.raises(MisconfigurationException, match=r"max_restarts replaces workers .* PyTorchProfiler"):
+        fit(Net, profiler=Unused())
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr("sys.platform", "darwin")
+        with pytest.raises(MisconfigurationException, match=r"max_restarts repairs .* only Linux has"):
+            RPCSequentialStrategy(max_restarts=1)
+    for name in ("RANK", "GROUP_RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with pytest.raises(MisconfigurationException, match="the driver's host, but the stages are on 2 hosts"):
+        strategy = RPCSequentialStrategy(max_restarts=1)
+        Trainer(accelerator="cpu", devices=1, num_nodes=2, strategy=strategy, logger=False)

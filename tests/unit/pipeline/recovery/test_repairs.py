@@ -1,0 +1,154 @@
+"""The thread that replaces workers, and the driver's calls to a stage meanwhile: RPC is replaced by a list."""
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from strategies.commands.failure import Failure
+from strategies.commands.host import Behind
+from strategies.common.errors import WorkerLost
+from strategies.pipeline.control import client
+from strategies.pipeline.control.client import Failures, RemoteStage, StageProcess
+from strategies.pipeline.control.commands import StageCommands
+from strategies.pipeline.recovery.log import Log
+from strategies.pipeline.recovery.repairs import Repair, Repairs
+
+pytestmark = pytest.mark.filterwarnings("ignore:stage 0")
+
+LOST = "stage 0 was killed"
+
+
+class Run:
+    """A run with one stage, whose workers are replaced at most twice."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[str] = []
+        self.replies: list[torch.futures.Future[Any]] = []
+        self.answers: dict[str, Any] = {}
+        """What is answered at once, by the name of the commands."""
+        self.at_replacement: list[Callable[[], Any]] = []
+        """What happens while workers are replaced, for each time."""
+        monkeypatch.setattr(client.rpc, "rpc_async", self._rpc_async)
+        self.log = Log(Failures())
+        self.log.mark(0)
+        self.remote = RemoteStage("worker", None, "stage 0", self._process(), self.log.failures)
+        self.remote.keep_log(self.log)
+        self.done: list[Repair] = []
+        self.num_killed = 0
+        self.repairs = Repairs(2, self.log, self._kill, self._replace, self.done)
+
+    def lose(self) -> None:
+        self.log.failures.add(WorkerLost(LOST), consequence=False)
+
+    def _process(self) -> StageProcess:
+        return StageProcess("a process", ended=lambda: None, doing=lambda: "idle", kill=lambda: None)
+
+    def _kill(self) -> None:
+        self.num_killed += 1
+
+    def _replace(self, failures: Failures, lost: str) -> int:
+        self.remote.renew("next", None, self._process(), failures)
+        if self.at_replacement:
+            self.at_replacement.pop(0)()
+        return self.log.run_again(0)
+
+    def _rpc_async(self, name: str, function: Any, args: Any, timeout: float) -> Any:
+        calls = args[1] if len(args) > 1 else function.__name__
+        name = calls if isinstance(calls, str) else ", ".join(call[0] for call in calls)
+        self.asked.append(name)
+        self.replies.append(torch.futures.Future())
+        if name in self.answers:
+            self.replies[-1].set_result(self.answers[name])
+        return self.replies[-1]
+
+
+@pytest.fixture
+def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    run = Run(monkeypatch)
+    yield run
+    run.repairs.end()
+
+
+def test_a_question_that_is_not_answered_is_asked_again(running: Run) -> None:
+    norms = running.remote.ask(StageCommands.grad_norms, 0, 2.0)
+    captured = running.remote.ask(StageCommands.capture, {})
+    running.replies[0].set_result("norms")
+    running.replies[1].set_result("captured")
+    assert (norms.wait(), captured.wait()) == ("norms", "captured")
+    running.remote.send_zero_grad("weight", True)
+    waiting = running.remote.ask(StageCommands.call_method, 0, "call", [], "context", False)  # type: ignore[arg-type]
+    answers = {"capture": "captured again", "zero_grads, call_method": 7}
+    running.at_replacement.append(lambda: running.answers.update(answers))
+    running.lose()
+    assert waiting.wait() == 7
+    before, again = running.asked[:3], running.asked[3:]
+    assert before == ["grad_norms", "capture", "zero_grads, call_method"]
+    assert again == ["capture", "zero_grads, call_method"]  # a norm that has been read is not read again
+    assert [repair.lost for repair in running.done] == [LOST] and running.done[0].num_messages == 3
+    assert (norms.wait(), captured.wait()) == ("norms", "captured")
+
+
+def test_an_answer_after_a_failed_command_does_not_count(running: Run) -> None:
+    """A neighbour of the lost worker goes on with the next command, without what the failed one was to compute."""
+    norms = running.remote.ask(StageCommands.grad_norms, 0, 2.0)
+    running.at_replacement.append(lambda: running.answers.update(grad_norms="right"))
+    failed = Failure.of(RuntimeError("Connection closed by peer"), "stage 0", "B1")
+    running.replies[0].set_result(Behind(failed, "wrong"))
+    running.lose()
+    assert norms.wait() == "right"
+
+
+def test_what_runs_beside_the_commands_is_called_again(running: Run) -> None:
+    def progress(host: Any) -> int:
+        raise AssertionError
+
+    reply = running.remote.beside(progress)
+    running.at_replacement.append(lambda: running.answers.update(progress=3))
+    closed = RuntimeError("EOF: end of file (this error originated at tensorpipe/transport)")
+    running.replies[0].set_exception(closed)
+    assert reply.wait() == 3 and len(running.done) == 1
+
+
+def test_a_loss_while_workers_are_replaced_counts_too(running: Run) -> None:
+    def lose_another() -> None:
+        raise WorkerLost("stage 1 was killed")
+
+    running.at_replacement += [lose_another, lambda: None]
+    first = running.log.failures
+    running.lose()
+    first.settle()
+    assert running.num_killed == 2 and len(running.done) == 1
+    running.lose()
+    with pytest.raises(WorkerLost, match=LOST):
+        running.log.failures.settle()
+
+
+def test_an_error_while_workers_are_replaced_ends_the_run(running: Run) -> None:
+    def differs() -> None:
+        raise ValueError("computed other values")
+
+    running.at_replacement.append(differs)
+    running.lose()
+    with pytest.raises(ValueError, match="computed other values"):
+        running.log.failures.settle()
+    assert not running.done
+
+
+def test_an_error_of_the_user_is_not_repaired(running: Run) -> None:
+    running.log.failures.add(KeyError("of the user"), consequence=False)
+    with pytest.raises(KeyError, match="of the user"):
+        running.log.failures.settle()
+    assert running.num_killed == 0
+
+
+def test_what_interrupts_a_repair_is_raised(running: Run) -> None:
+    failures, began, may_end = running.log.failures, threading.Event(), threading.Event()
+    running.at_replacement.append(lambda: (began.set(), may_end.wait()))
+    running.lose()
+    began.wait()
+    with pytest.raises(KeyboardInterrupt), failures.explained():
+        raise KeyboardInterrupt
+    may_end.set()
