@@ -77,7 +77,7 @@ from strategies.pipeline.state.state_dict import StateOfStages
 from strategies.pipeline.transport.channel import ORDERS_TAG, Sender
 from strategies.pipeline.transport.device import num_links, routes_of
 from strategies.pipeline.transport.interface import Transport
-from strategies.pipeline.transport.planes import GLOO, NCCL, open_transport, with_index
+from strategies.pipeline.transport.planes import AUTO, GLOO, NCCL, open_transport, with_index
 from strategies.pipeline.transport.storages import send_storages
 from strategies.pipeline.transport.ties import TiedParameters, find_ties, owned_parameters
 from strategies.pipeline.worker.process import abort_transfers, host
@@ -216,11 +216,11 @@ class Pipeline(NotCopyable):
         path: Dotted path of ``module`` in ``model``, for messages.
         construction: What knows how to build tensors of ``module`` that have no values yet.
         gathers_on_end: Whether :meth:`close` brings back what the workers hold.
-        recovery: How lost workers are replaced; ``None`` if they are not.
-        together: Connects to the drivers of the other replicas, with which this one replaces lost workers.
+        recovery: The settings of the replacement of lost workers; ``None`` to end the run when a worker is lost.
+        together: Connects to the store through which the drivers of all replicas agree on replacements.
 
     Raises:
-        ValueError: If lost workers cannot be replaced on these devices.
+        ValueError: If lost workers cannot be replaced on these devices or over this data plane.
     """
 
     def __init__(
@@ -247,7 +247,12 @@ class Pipeline(NotCopyable):
         self.module, self._is_reversed = module, is_reversed
         devices = [with_index(device) for device in devices]
         hosts = [None] * len(devices) if world is None else world.hosts
-        self._plane = settings.plane(devices, hosts)
+        if recovery is not None and settings.data_plane not in (AUTO, GLOO):
+            raise ValueError(
+                f"lost workers are replaced under data_plane='gloo' only, got data_plane={settings.data_plane!r}. Use "
+                "'gloo' or 'auto', or leave max_restarts out."
+            )
+        self._plane = settings.plane(devices, hosts) if recovery is None else GLOO
         self.programs = settings.programs(len(devices), ordered=self._plane != GLOO)
         self._model, self._given_copies = model, copies
         self.stages: list[StageLayers] = []
@@ -278,7 +283,7 @@ class Pipeline(NotCopyable):
         if recovery is not None:
             check_snapshots(devices=devices, num_hosts=len(set(hosts)))
         self.repairs: list[Repair] = []
-        """Of lost workers, so far."""
+        """The repairs of lost workers so far."""
         self._recordings: list[BatchRecording] = []
 
     @property
@@ -547,7 +552,7 @@ class Pipeline(NotCopyable):
         return self._recovery.size_bytes if self._recovery is not None else 0
 
     def _recovering(self, workers: _Workers, session: ExitStack, threads: int, ending: ExitStack) -> Recovery | None:
-        """Return what replaces lost workers; ``None`` if they are not replaced."""
+        """Create what replaces lost workers; return ``None`` if lost workers end the run."""
         if self._recovery_settings is None or not workers.remotes:
             return None
         if isinstance(self._workers, Ranks):
@@ -578,7 +583,7 @@ class Pipeline(NotCopyable):
         return recovery
 
     def _between_passes(self) -> None:
-        """Called by the executor between two passes."""
+        """Take a snapshot if it is due; the executor calls this between two passes."""
         if self._recovery is not None:
             self._recovery.between_passes(self.optimizers.num_steps)
 

@@ -348,16 +348,18 @@ class Entry(Protocol):
     """One operation of the driver, as a log keeps it.
 
     Attributes:
-        size_bytes: The memory that the log needs for it.
+        size_bytes: The memory that the log needs for the operation.
+        is_answered: Whether the driver has the result of the operation, or the operation has none.
     """
 
-    size_bytes: int
+    @property
+    def size_bytes(self) -> int: ...
 
-    def run(self) -> None:
-        """Carry it out for the first time, in the present session."""
+    @property
+    def is_answered(self) -> bool: ...
 
     def run_again(self) -> None:
-        """Carry it out once more, in a session that follows."""
+        """Repeat the operation in a later session."""
 
 
 class StageLog(Protocol):
@@ -373,13 +375,15 @@ class StageLog(Protocol):
     @property
     def lock(self) -> AbstractContextManager[Any]: ...
 
-    def perform(self, entry: Entry) -> None: ...
+    def perform(self, entry: Entry, run: Callable[[], object]) -> None: ...
 
     def overcome(self, failures: Failures, error: Exception) -> None: ...
 
 
 class _Order:
     """Calls without results."""
+
+    is_answered = True
 
     def __init__(self, stage: "RemoteStage", calls: list[Call]) -> None:
         self._stage, self._message = stage, pickle.dumps(calls)
@@ -482,6 +486,7 @@ class Reply(Generic[R]):
     """
 
     size_bytes = 0
+    is_answered = True  # commands that need it come before the next pass, and a snapshot is ordered ahead of a pass
 
     def __init__(
         self, stage: "RemoteStage", function: Callable[..., R], args: Sequence[Any], *, is_logged: bool = False
@@ -666,7 +671,8 @@ class RemoteStage(NotCopyable):
             return
         calls: list[Call] = [*self._taken_from_queue(), call]
         if self._log is not None:
-            self._log.perform(_Order(self, calls))
+            order = _Order(self, calls)
+            self._log.perform(order, order.run)
         elif self._link is None:
             self.call(calls, Future())
         elif not self._followed.done():  # else it has failed
@@ -690,7 +696,7 @@ class RemoteStage(NotCopyable):
         if self._log is None:
             asked.run()
         else:
-            self._log.perform(asked)
+            self._log.perform(asked, asked.run)
         return Answer(self, asked)
 
     def begin(self) -> "Future[Any]":
@@ -752,7 +758,7 @@ class RemoteStage(NotCopyable):
         if self._log is None:
             reply.run()
         else:
-            self._log.perform(reply)
+            self._log.perform(reply, reply.run)
         return reply
 
     def begin_beside(self, function: Callable[..., Any], *args: Any) -> Any:

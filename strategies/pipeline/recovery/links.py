@@ -1,4 +1,4 @@
-"""The driver's ends of the data plane in a run whose lost workers are replaced: they stay, the connections change.
+"""The driver's channels to workers that may be replaced. The channels stay, and their connections change.
 
 stage of the driver ──▶ LoggedSender ──▶ sender of the present session ──▶ worker
                             │
@@ -6,7 +6,7 @@ stage of the driver ──▶ LoggedSender ──▶ sender of the present sessi
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ class LoggedTransport:
 
     Args:
         log: The driver's log.
-        transport: That of the first session.
+        transport: The transport of the first session.
     """
 
     is_ordered = False
@@ -79,7 +79,9 @@ class LoggedSender:
         self.inner = transport.sender(self._peer, self._tag)
 
     def send(self, value: Any, pass_number: int, microbatch: int, *, keep: int | None = None) -> bool:
-        self._log.perform(_Sent(self, value, pass_number, microbatch, keep, *copied(value)))
+        copy, size_bytes = copied(value)
+        sent = _Sent(self, copy, pass_number, microbatch, keep, size_bytes)
+        self._log.perform(sent, lambda: self.inner.send(value, pass_number, microbatch, keep=keep))
         return any(tensor.requires_grad for tensor in tensors_of(value))
 
     def release(self, keep: int = 0) -> None:
@@ -92,25 +94,21 @@ class LoggedSender:
         failures = self._log.failures
         try:
             wait()
-        except Exception as error:  # what had not arrived is sent again
+        except Exception as error:  # the repair sends again what had not arrived
             self._log.overcome(failures, error)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Sent:
-    """A value that the driver has sent. The original is sent first, the copy later."""
+    """The copy of a value that the driver has sent."""
 
     sender: LoggedSender
-    value: Any
+    copy: Any
     number: int
     microbatch: int
     keep: int | None
-    copy: Any
     size_bytes: int
-
-    def run(self) -> None:
-        value, self.value = self.value, None
-        self.sender.inner.send(value, self.number, self.microbatch, keep=self.keep)
+    is_answered = True
 
     def run_again(self) -> None:
         self.sender.inner.send(self.copy, self.number, self.microbatch, keep=self.keep)
@@ -146,23 +144,21 @@ class LoggedReceiver:
                 log.overcome(failures, error)
                 continue
             with log.lock:
-                if log.failures is failures:  # else it comes once more
+                if log.failures is failures:  # else the new workers send the value once more
                     log.note(_Received(self, pass_number, microbatch, fingerprint(value)))
                     return value
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Received:
-    """A value that the driver has received."""
+    """What tells a value that the driver has received from another one."""
 
     receiver: LoggedReceiver
     number: int
     microbatch: int
     fingerprint: tuple[Any, ...]
-    size_bytes: int = field(default=0)
-
-    def run(self) -> None:
-        raise AssertionError("noted after it has been received")
+    size_bytes = 0
+    is_answered = True
 
     def run_again(self) -> None:
         value = self.receiver.inner.receive(self.number, self.microbatch)

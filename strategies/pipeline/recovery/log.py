@@ -1,15 +1,17 @@
 """The driver's log: what it has exchanged with its workers since the last snapshot, in order.
 
     snapshot 3 │ order: run │ value sent │ value received │ order: step │ ...
-               └──────────── is gone through again by new workers that have begun with snapshot 3
+               └──────────── the driver repeats this with new workers, which have started from snapshot 3
 
-Everything that changes a worker comes from the driver, or from workers for which the same is true, so workers that
-begin with a snapshot and get the log once more end where the lost ones were. What they send a second time must equal
-what they have sent before. (In the literature: sender-based message logging with deterministic receivers.)
+Everything that changes a worker comes from the driver or from another worker. So new workers that start from the
+snapshot reach the state of the lost ones when the driver repeats the log. The values that they send to the driver the
+second time must equal those of the first time. (In the literature: sender-based message logging with deterministic
+receivers.)
 """
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,22 +26,26 @@ class Log:
     """What the driver has exchanged with its workers since the last snapshot.
 
     Args:
-        failures: Those of the first session.
+        failures: The failures of the first session.
     """
 
     def __init__(self, failures: Failures) -> None:
         self.lock = threading.RLock()
-        """Held while an operation is carried out, and while workers are replaced."""
+        """Held while an operation starts, and while workers are replaced."""
         self.failures = failures
-        """Those of the session in which operations run."""
+        """The failures of the session in which operations run."""
         self.size_bytes = 0
         self._entries: deque[Entry] = deque()
         self._num_forgotten = 0
         self._marks: dict[int, int] = {}
         """For each snapshot, how many entries were made before it."""
 
-    def perform(self, entry: Entry) -> None:
-        """Note an operation and carry it out; if workers are lost meanwhile, their successors carry it out.
+    def perform(self, entry: Entry, run: Callable[[], object]) -> None:
+        """Note an operation and run it. If workers are lost meanwhile, the operation is repeated with new workers.
+
+        Args:
+            entry: The operation.
+            run: Runs the operation for the first time.
 
         Raises:
             Exception: The cause of a failure that is not repaired.
@@ -48,7 +54,7 @@ class Log:
             failures = self.failures
             self.note(entry)
             try:
-                entry.run()
+                run()
             except Exception as error:
                 failed = error
             else:
@@ -56,7 +62,7 @@ class Log:
         self.overcome(failures, failed)
 
     def note(self, entry: Entry) -> None:
-        """Add an operation that has been carried out, or is about to be."""
+        """Add an operation that has run or is about to run."""
         self._entries.append(entry)
         self.size_bytes += entry.size_bytes
 
@@ -64,8 +70,8 @@ class Log:
         """Return when the session in which an operation has failed is followed by another one.
 
         Args:
-            failures: Those of the session.
-            error: How the operation has failed.
+            failures: The failures of that session.
+            error: The error of the operation.
 
         Raises:
             Exception: The cause of the failures, if they are not repaired.
@@ -90,10 +96,10 @@ class Log:
         if number not in self._marks:
             return False
         before = self._marks[number] - self._num_forgotten
-        return all(getattr(entry, "is_answered", True) for _, entry in zip(range(before), self._entries, strict=False))
+        return all(entry.is_answered for _, entry in zip(range(before), self._entries, strict=False))
 
     def run_again(self, number: int) -> int:
-        """Go through everything since a snapshot once more; return how many operations that were."""
+        """Repeat all operations since a snapshot; return their number."""
         entries = list(self._entries)[self._marks[number] - self._num_forgotten :]
         for entry in entries:
             entry.run_again()
@@ -113,7 +119,10 @@ def copied(value: Any) -> tuple[Any, int]:
 
 
 def fingerprint(value: Any) -> tuple[Any, ...]:
-    """Return what is different for values that differ in one bit: shapes, dtypes, and sums of the bytes as integers."""
+    """Return shapes, dtypes and checksums of the tensors in a value.
+
+    A checksum is the sum of the bytes as integers, which differs if one bit of the tensor does.
+    """
     return tuple((tensor.shape, tensor.dtype, _checksum(tensor.detach())) for tensor in tensors_of(value))
 
 

@@ -1,4 +1,4 @@
-"""Recovery of a running pipeline from the loss of workers: snapshots, the driver's log, and who uses both."""
+"""Replaces lost workers of a running pipeline: takes snapshots, and repeats the driver's log with new workers."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,25 +14,25 @@ from strategies.pipeline.state.snapshots import Snapshots, Whole
 from strategies.pipeline.transport.interface import Transport
 
 MOST_LOGGED_BYTES = 2**28
-"""When the log has this size, a snapshot is taken ahead of its time."""
+"""The size of the log beyond which a snapshot is taken before it is due."""
 
 Restart = Callable[[Failures, Sequence[InSlot], int], Transport]
-"""Starts new workers with the states in some slots; returns how the driver is connected with them.
+"""Starts new workers from the states in slots, and returns the transport that connects the driver with them.
 
-It takes the failures of the session, the slots, and how often the replicas have replaced their workers together."""
+The arguments are the failures of the new session, the slots, and how often the replicas have replaced their workers."""
 
 
 class Recovery:
     """Replaces lost workers of a pipeline, from :meth:`start` to :meth:`end`.
 
     Args:
-        settings: How often.
-        failures: Those of the first session.
-        transport: How the driver is connected with the first workers.
+        settings: How many losses are repaired, and how often snapshots are taken.
+        failures: The failures of the first session.
+        transport: The transport that connects the driver with the first workers.
         remotes: The stages on workers.
         restart: Starts new workers.
-        done: Gets an entry for each time that workers have been replaced.
-        rounds: What the drivers of all replicas agree on, if there are several.
+        done: The repairs so far. Each repair adds an entry.
+        rounds: The store through which the drivers of all replicas agree, if there are several.
     """
 
     def __init__(
@@ -45,34 +45,35 @@ class Recovery:
         done: list[Repair],
         rounds: Rounds | None = None,
     ) -> None:
-        self._settings, self._remotes, self._restart, self._done = settings, remotes, restart, done
+        self._settings, self._remotes, self._restart = settings, remotes, restart
         self._log = Log(failures)
         self.transport = LoggedTransport(self._log, transport)
-        """Stays the same in all sessions."""
+        """The transport of the driver's stage, which stays the same in all sessions."""
         self._snapshots = Snapshots(len(remotes))
-        self._repairs: Repairs | None = None
+        self._repairs = Repairs(settings.max_restarts, self._log, self._kill, self._replace, done)
         self._together = Together(rounds, failures) if rounds is not None else None
         self._num_steps = 0
 
     def start(self) -> None:
-        """Take the first snapshot. From now on, lost workers are replaced."""
+        """Take the first snapshot, and replace lost workers from now on."""
         for remote in self._remotes:
             remote.keep_log(self._log)
-        self._repairs = Repairs(self._settings.max_restarts, self._log, self._kill, self._replace, self._done)
+        self._repairs.start()
+        if self._together is not None:
+            self._together.start()
         self._take_snapshot()
         self._wait()
 
     def end_together(self) -> None:
-        """Wait until no other replica needs the workers any more, to replace its own."""
+        """Wait until no other replica needs the workers of this one to replace its own workers."""
         if self._together is not None:
             self._together.end_together(self._log.failures)
 
     def end(self) -> None:
-        """Replace no more workers."""
+        """Stop replacing workers. Call this after :meth:`start`, even if that has failed."""
         if self._together is not None:
             self._together.give_up()
-        if self._repairs is not None:
-            self._repairs.end()
+        self._repairs.end()
         if self._together is not None:
             self._together.end()
 
@@ -92,7 +93,8 @@ class Recovery:
             num_steps: How many steps of optimizers there have been so far.
         """
         is_due = num_steps - self._num_steps >= self._settings.snapshot_every_n_steps
-        # Snapshots of the same number must be of the same step in all replicas.
+        # In all replicas, snapshots with one number must be of one step. A replica may need its last but one snapshot,
+        # because another replica lacks the last one until it has averaged the gradients of the next step.
         is_large = self._log.size_bytes > MOST_LOGGED_BYTES and self._together is None
         if is_due or is_large:
             self._num_steps = num_steps
@@ -112,12 +114,15 @@ class Recovery:
             self._log.mark(ordered.number)
 
     def _forget(self) -> None:
-        """Drop what was before the last snapshot. Other replicas may not have this one until the next is ordered."""
+        """Drop the part of the log from before the last usable snapshot."""
         if usable := self._usable():
             self._log.forget_before(usable[-1].number)
 
     def _usable(self) -> list[Whole]:
-        """Return the snapshots that every worker has, and before which nothing was asked that is not answered."""
+        """Return the snapshots from which new workers can start.
+
+        Every worker has such a snapshot, and every question asked before it has been answered.
+        """
         return [each for each in self._snapshots.whole() if self._log.can_begin_at(each.number)]
 
     def _wait(self) -> None:
@@ -129,10 +134,10 @@ class Recovery:
             remote.process.kill()
 
     def _replace(self, failures: Failures, lost: str) -> int:
-        """Start new workers from the last snapshot, and go through the log once more."""
+        """Start new workers from the last usable snapshot, and repeat the log since then."""
         usable = {whole.number: whole for whole in self._usable()}
         if not usable:
-            raise RuntimeError("workers were lost before the first snapshot was complete")
+            raise RuntimeError("the first snapshot was not complete")
         number, num_rounds = max(usable), 0
         if self._together is not None:
             number = self._together.agree(lost, list(usable), self._log.failures, failures)

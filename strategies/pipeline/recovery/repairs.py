@@ -23,8 +23,8 @@ class RecoverySettings:
     """How lost workers are replaced.
 
     Attributes:
-        max_restarts: How many times workers may be lost in one run, at least 1. Workers that are lost together count
-            once.
+        max_restarts: The maximum number of repairs in one run, at least 1. Workers that are lost at the same time take
+            one repair.
         snapshot_every_n_steps: After this number of optimizer steps, every worker takes a snapshot.
     """
 
@@ -40,7 +40,7 @@ class Repair:
         time: When, in seconds since 1970.
         lost: Which worker was lost, and how.
         seconds: How long it took.
-        num_messages: How many orders and values the new workers got once more, or sent once more.
+        num_messages: The number of orders and values that the driver and the new workers have sent again.
     """
 
     time: float
@@ -50,15 +50,15 @@ class Repair:
 
 
 class Repairs:
-    """Replaces lost workers until the run ends.
+    """Replaces lost workers on a thread, from :meth:`start` to :meth:`end`.
 
     Args:
-        max_restarts: How often.
+        max_restarts: The maximum number of repairs.
         log: The driver's log.
         kill: Kills all workers.
-        replace: Starts new workers, and goes through the log once more. It takes the failures of the next session, and
-            which worker was lost; it returns how many operations were gone through.
-        done: Those so far, of earlier pipelines of the run too; gets an entry for each repair.
+        replace: Starts new workers and repeats the log. Its arguments are the failures of the next session, and a
+            message that says which worker was lost. It returns the number of repeated operations.
+        done: The repairs so far, including those of earlier pipelines of the run. Each repair adds an entry.
     """
 
     def __init__(
@@ -72,12 +72,15 @@ class Repairs:
         self._max_restarts, self._log, self._kill, self._replace, self._done = max_restarts, log, kill, replace, done
         self._num_lost = len(done)
         self._has_ended: Future[None] = Future()
-        log.failures.repair = Future()
         self._thread = threading.Thread(target=self._work, name="relay-repairs", daemon=True)
+
+    def start(self) -> None:
+        """Replace lost workers from now on."""
+        self._log.failures.repair = Future()
         self._thread.start()
 
     def end(self) -> None:
-        """Replace no more workers; wait until a replacement under way has ended."""
+        """Stop replacing workers; wait until a replacement that has begun is over."""
         self._has_ended.set_result(None)
         self._thread.join()
 
@@ -85,7 +88,7 @@ class Repairs:
         try:
             while self._repair_next():
                 pass
-        finally:  # whatever has happened, nobody waits for this thread
+        finally:  # after an error of this thread too, no thread must wait for it
             repair = self._log.failures.repair
             if repair is not None and not repair.done():
                 repair.set_result(None)
@@ -116,24 +119,29 @@ class Repairs:
         return True
 
     def _replaced(self, cause: BaseException) -> tuple[Failures, int | BaseException]:
-        """Replace the workers until none is lost meanwhile.
+        """Replace the workers, again if one is lost meanwhile.
 
         Returns:
-            The failures of the next session, and how many operations were gone through, or why there is none.
+            The failures of the next session, and the number of repeated operations or the error that ends the run.
         """
         while True:
             successor = Failures()
             try:
                 return successor, self._replace(successor, str(cause))
-            except BaseException as error:  # of any kind: the run ends with it, on the thread that waits
+            except BaseException as error:  # of any kind: the thread that waits for the repair raises it
                 successor.add(error, consequence=is_consequence(error))
-                cause = successor.cause()
-            if not self._may_repair(cause):
-                return successor, cause
+                again = successor.cause()
+            if not self._may_repair(again):
+                if isinstance(again, WorkerLost):
+                    return successor, again
+                failed = WorkerLost(f"{cause}\nNo new workers could take over: {again}")
+                failed.__cause__ = again
+                return successor, failed
+            cause = again
             self._kill()
 
     def _may_repair(self, cause: BaseException) -> bool:
-        """Return whether workers are replaced after a failure, which counts."""
+        """Count a failure if it is the loss of a worker; return whether the workers are to be replaced."""
         is_loss = isinstance(cause, WorkerLost) and not self._has_ended.done()
         self._num_lost += is_loss
         return is_loss and self._num_lost <= self._max_restarts

@@ -23,22 +23,25 @@ _LOOK_SECONDS = 0.03
 
 
 class Together:
-    """The other drivers, as one of them sees them.
+    """Connects this driver to the drivers of the other replicas, from :meth:`start` to :meth:`end`.
 
     Args:
-        rounds: What all of them agree on.
-        failures: Those of the session that runs, which get an entry when another replica has lost a worker.
+        rounds: The store through which the drivers agree.
+        failures: The failures of the present session. The loss of a worker in another replica is added to them.
     """
 
     def __init__(self, rounds: Rounds, failures: Failures) -> None:
         self._rounds, self._failures, self._has_heard = rounds, failures, False
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._listen, name="relay-replicas", daemon=True)
+
+    def start(self) -> None:
+        """Listen to the other drivers from now on."""
         self._thread.start()
 
     @property
     def round(self) -> int:
-        """How often all have replaced their workers."""
+        """How often the replicas have replaced their workers."""
         return self._rounds.number
 
     def agree(self, lost: str, numbers: Sequence[int], before: Failures, failures: Failures) -> int:
@@ -46,12 +49,12 @@ class Together:
 
         Args:
             lost: Which worker was lost, and how.
-            numbers: Those of the snapshots that this pipeline can begin with.
-            before: Those of the session that is over. If one is raised to the user meanwhile, the wait ends.
-            failures: Those of the session that begins.
+            numbers: The numbers of the snapshots from which this pipeline can start.
+            before: The failures of the session that is over. The wait ends when one of them is raised to the user.
+            failures: The failures of the session that begins.
 
         Returns:
-            The number of the last snapshot that all can begin with.
+            The number of the last snapshot from which all replicas can start.
 
         Raises:
             RuntimeError: If another driver has ended its run, or there is no such snapshot.
@@ -61,11 +64,11 @@ class Together:
             number = self._rounds.agree(numbers, lambda: before.raised or self._ended.is_set())
             self._failures, self._has_heard = failures, False
         if number is None:
-            raise RuntimeError("the replicas have no snapshot of the same step")
+            raise RuntimeError("the replicas have no snapshot of one step")
         return number
 
     def end_together(self, failures: Failures) -> None:
-        """Wait until all drivers have all that they need of their workers, or until there is a failure."""
+        """Wait until no driver needs its workers any more. Replace workers that are lost meanwhile."""
         with suppress(MemberGone, dist.DistError):
             while not self._rounds.pass_gate(lambda: failures.any or self._has_heard):
                 failures.settle()
@@ -75,7 +78,7 @@ class Together:
         self._ended.set()
 
     def end(self) -> None:
-        """Take no part any more."""
+        """Leave the other drivers, which can replace no workers from now on."""
         self._ended.set()
         self._thread.join()
         with suppress(dist.DistError):  # rank 0 has ended

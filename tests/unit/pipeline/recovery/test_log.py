@@ -31,7 +31,7 @@ def test_what_happened_since_a_snapshot_runs_again() -> None:
     log, ran = Log(Failures()), list[str]()
     for number, name in enumerate("abc"):
         log.mark(number)
-        log.perform(Operation(ran, name))
+        log.perform(operation := Operation(ran, name), operation.run)
     assert ran == ["a", "b", "c"] and log.size_bytes == 30
     assert log.run_again(1) == 2 and ran[3:] == ["b again", "c again"]
     log.forget_before(2)
@@ -42,7 +42,7 @@ def test_what_happened_since_a_snapshot_runs_again() -> None:
 def test_a_snapshot_can_be_used_when_what_was_asked_before_it_is_answered() -> None:
     log, question = Log(Failures()), Operation([], "q", is_answered=False)
     log.mark(0)
-    log.perform(question)
+    log.perform(question, question.run)
     log.mark(1)
     assert log.can_begin_at(0) and not log.can_begin_at(1)
     question.is_answered = True
@@ -64,13 +64,14 @@ def test_an_operation_that_fails_ends_with_the_repair_or_with_the_cause() -> Non
 
     thread = threading.Thread(target=repair)
     thread.start()
-    log.perform(Operation(ran, "a", fails=True))  # returns: the new workers have done it
+    operation = Operation(ran, "a", fails=True)
+    log.perform(operation, operation.run)  # returns: the new workers have done it
     thread.join()
     assert ran == ["a again"] and not failures.any and failures.current is successor
 
     successor.add(WorkerLost("stage 1 was killed"), consequence=False)
     with pytest.raises(WorkerLost, match="stage 1 was killed"):  # nothing repairs the failures of this session
-        log.perform(Operation(ran, "b", fails=True))
+        log.perform(operation, operation.run)
     assert failures.raised
 
 

@@ -10,11 +10,13 @@ import torch
 from strategies.commands.failure import Failure
 from strategies.commands.host import Behind
 from strategies.common.errors import WorkerLost
+from strategies.optim.calls import MethodCall
 from strategies.pipeline.control import client
 from strategies.pipeline.control.client import Failures, RemoteStage, StageProcess
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.recovery.log import Log
 from strategies.pipeline.recovery.repairs import Repair, Repairs
+from strategies.pipeline.stage.layers import PassContext
 
 pytestmark = pytest.mark.filterwarnings("ignore:stage 0")
 
@@ -39,6 +41,7 @@ class Run:
         self.done: list[Repair] = []
         self.num_killed = 0
         self.repairs = Repairs(2, self.log, self._kill, self._replace, self.done)
+        self.repairs.start()
 
     def lose(self) -> None:
         self.log.failures.add(WorkerLost(LOST), consequence=False)
@@ -79,7 +82,8 @@ def test_a_question_that_is_not_answered_is_asked_again(running: Run) -> None:
     running.replies[1].set_result("captured")
     assert (norms.wait(), captured.wait()) == ("norms", "captured")
     running.remote.send_zero_grad("weight", True)
-    waiting = running.remote.ask(StageCommands.call_method, 0, "call", [], "context", False)  # type: ignore[arg-type]
+    call = MethodCall("lower", (), {})
+    waiting = running.remote.ask(StageCommands.call_method, 0, call, [], PassContext.capture("cpu"), False)
     answers = {"capture": "captured again", "zero_grads, call_method": 7}
     running.at_replacement.append(lambda: running.answers.update(answers))
     running.lose()
@@ -132,8 +136,9 @@ def test_an_error_while_workers_are_replaced_ends_the_run(running: Run) -> None:
 
     running.at_replacement.append(differs)
     running.lose()
-    with pytest.raises(ValueError, match="computed other values"):
+    with pytest.raises(WorkerLost, match=f"{LOST}\nNo new workers could take over: computed other values") as raised:
         running.log.failures.settle()
+    assert isinstance(raised.value.__cause__, ValueError)
     assert not running.done
 
 
