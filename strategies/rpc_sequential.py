@@ -202,9 +202,9 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             has died or hung, new workers take over from the last snapshot, and the driver sends them again what it has
             sent since then. The script runs on, with the results of an undisturbed run. For pipelines on CPUs of one
             host under Linux; see ``docs/lost_workers.md``. Default: 0, one error ends the run.
-        snapshot_every_n_steps: With ``max_restarts``, the number of optimizer steps after which every process copies
-            its part of the model and of the optimizer states into memory that outlives it. After a loss, workers
-            compute again what came after the last copy. Default: 1.
+        snapshot_every_n_steps: With ``max_restarts``, the number of optimizer steps after which every worker copies its
+            part of the model and of the optimizer states into memory that outlives it. After a loss, new workers
+            repeat the computation since the last copy. Default: 1.
         rebalance: ``"auto"``: at the end of each training epoch, or every ``rebalance_every_n_steps``, layers may move
             to other stages. They move if recorded steps predict that this saves ``rebalance_threshold`` of the time of
             the passes, such as when the process of a stage has become slow. Losses and weights are those of a run
@@ -738,7 +738,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
 
     @property
     def repairs(self) -> Sequence[Repair]:
-        """The lost workers that this run has repaired (``max_restarts``), or the last one if none is under way."""
+        """The repairs of lost workers in the present run, or in the last one if no run is under way."""
         return self._repairs
 
     def model_to_device(self) -> None:

@@ -189,7 +189,7 @@ class StageStates:
             return {k: {"state": part_of(state["state"], numbers(k))} for k, state in enumerate(states)}
 
         replies = [
-            remote.beside_logged(_read_states, shards, layouts(part(numbers.__getitem__)), prefix)
+            remote.beside(_read_states, shards, layouts(part(numbers.__getitem__)), prefix, is_logged=True)
             for remote, numbers in zip(self._pipeline.remotes, optimizers.numbers, strict=True)
         ]
         here = [[n for n, p in enumerate(parameters_of(own)) if not p.is_meta] for own in optimizers.optimizers]

@@ -30,7 +30,7 @@ class Declaration:
         collective: Whether the command runs once for all callers, when each of them has called it, with the arguments
             of the last one.
         can_wait: Whether the command has no result and is sent with the next one that cannot wait.
-        lasts: Whether a process that takes over is told the same again, because no snapshot has it.
+        lasts: Whether the command is repeated to a process that takes over, because no snapshot has its effect.
         only_reads: Whether the command has a result and no effect.
     """
 
@@ -58,7 +58,7 @@ def command(
         doing: What the process reports as its activity while the command runs; empty if the command reports it itself.
         collective: Whether the command runs once for all callers, when each of them has called it.
         can_wait: Whether the command has no result and is sent with the next one that cannot wait.
-        lasts: Whether a process that takes over is told the same again, because no snapshot has it.
+        lasts: Whether the command is repeated to a process that takes over, because no snapshot has its effect.
         only_reads: Whether the command has a result and no effect.
     """
 

@@ -73,7 +73,7 @@ class Activity:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Within this, the calling thread is the one that computes."""
+        """Within this, the calling thread computes for the stage."""
         self._thread = threading.current_thread()
         yield
 

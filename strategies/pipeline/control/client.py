@@ -59,8 +59,8 @@ class Failures:
 
     A failure is a *consequence* if it results from the failure of another process, such as a closed connection.
 
-    If lost workers are replaced, another session follows, with failures of its own. Whoever refers to the failures of
-    an earlier session learns of those of the present one.
+    If lost workers are replaced, another session with another object of this class follows. The object of an earlier
+    session then reports and raises the failures of the present session.
     """
 
     def __init__(self) -> None:
@@ -71,8 +71,8 @@ class Failures:
         self._cause: Future[None] = Future()
         self._raised = False
         self.repair: Future[Failures | None] | None = None
-        """Done when it is decided what becomes of a failure: the failures of the next session, or ``None`` if it is
-        raised. Without this, all are raised."""
+        """Gets the failures of the next session when the lost workers have been replaced, or ``None`` when the failures
+        are raised. If the attribute is ``None``, nothing replaces workers, and all failures are raised."""
         self._successor: Failures | None = None
 
     @property
@@ -119,7 +119,7 @@ class Failures:
             self.first.set_result(None)
 
     def put_first(self, error: BaseException) -> None:
-        """Record the failure that is raised in place of those so far."""
+        """Record an error that is raised in place of the failures so far."""
         with self._lock:
             self._found.insert(0, (error, False))
 
@@ -152,7 +152,7 @@ class Failures:
         except BaseException as error:  # Ctrl-C as well
             current = self.current
             if current.any and current.repair is not None and not current.repair.done():
-                current.put_first(error)  # what is being repaired is not why the user's code ends
+                current.put_first(error)  # the user's code ends with this error, not with the loss under repair
             else:
                 current.add(error, consequence=is_consequence(error))
             self.raise_cause()
@@ -173,8 +173,7 @@ class Failures:
     def cause(self) -> BaseException:
         """Return the first failure that is not a consequence; if there is none within 2 s, the first consequence.
 
-        It is a :class:`WorkerLost` instead of an error of gloo, if a connection was lost although no process has
-        failed.
+        An error of gloo becomes a :class:`WorkerLost` if a connection was lost although no process has failed.
         """
         wait([self._cause], _DIAGNOSIS_SECONDS)
         with self._lock:
@@ -206,8 +205,8 @@ class InterruptibleWait:
 
     Args:
         failures: The failures that end a wait.
-        outlives_session: Whether what is waited for comes from processes that are not replaced when workers are. Then a
-            failure that is repaired does not end a wait.
+        outlives_session: Whether the messages come from processes that stay when workers are replaced, such as the
+            drivers of other replicas. The loss of a worker that is replaced does not end such a wait.
     """
 
     def __init__(self, failures: Failures, *, outlives_session: bool = False) -> None:
@@ -223,7 +222,7 @@ class InterruptibleWait:
 
         Raises:
             Exception: What the function raises, or the cause of the failures if there are any.
-            PeerFailed: Instead of that cause, if it may be repaired.
+            PeerFailed: Instead of the cause, if lost workers may be replaced.
             RuntimeError: If the pipeline has ended.
         """
         if self._has_ended:
@@ -363,10 +362,10 @@ class Entry(Protocol):
 
 
 class StageLog(Protocol):
-    """Keeps what stages are told, for workers that take over from lost ones; see :mod:`strategies.pipeline.recovery`.
+    """Keeps the commands to all stages, to repeat them with new workers; see :mod:`strategies.pipeline.recovery`.
 
     Attributes:
-        failures: Those of the present session.
+        failures: The failures of the present session.
         lock: Held while workers are replaced.
     """
 
@@ -482,11 +481,11 @@ class Reply(Generic[R]):
         stage: The stage.
         function: The function.
         args: Its arguments after the ``RRef`` to the host of the stage.
-        is_logged: Whether the function leaves something on the stage that commands need.
+        is_logged: Whether the function leaves a value on the stage that later commands use.
     """
 
     size_bytes = 0
-    is_answered = True  # commands that need it come before the next pass, and a snapshot is ordered ahead of a pass
+    is_answered = True  # the commands that use the value are sent before the next pass, and so before a snapshot
 
     def __init__(
         self, stage: "RemoteStage", function: Callable[..., R], args: Sequence[Any], *, is_logged: bool = False
@@ -500,7 +499,7 @@ class Reply(Generic[R]):
             self._reply = self._stage.begin_beside(self._function, *self._args)
 
     def run_again(self) -> None:
-        """Call the function once more, ahead of commands that need it."""
+        """Call the function once more, before the commands that use its value."""
         self._reply = self._stage.begin_beside(self._function, *self._args)
         self._reply.wait()
 
@@ -606,12 +605,12 @@ class RemoteStage(NotCopyable):
         self._link, self._followed = None, Future()
 
     def keep_log(self, log: StageLog) -> None:
-        """From now on, note in a log what the stage is told and asked."""
+        """Keep the commands to the stage in a log from now on."""
         self._log = log
 
     @property
     def present_failures(self) -> Failures:
-        """The failures of the session in which operations run now; while workers are replaced, of the one before."""
+        """The failures of the session in which operations run: the earlier session while workers are replaced."""
         return self.failures if self._log is None else self._log.failures
 
     def undisturbed(self) -> AbstractContextManager[Any]:
@@ -700,13 +699,13 @@ class RemoteStage(NotCopyable):
         return Answer(self, asked)
 
     def begin(self) -> "Future[Any]":
-        """Ask the process for an answer as soon as it has the stage; returns that answer, which no log keeps."""
+        """Ask the process to answer as soon as it has the stage. No log keeps this question."""
         begun = Future[Any]()
         self.call([(StageCommands.num_kept.__name__, (), {})], begun)
         return begun
 
     def transmit(self, message: bytes) -> None:
-        """Send an order over the link, if the stage follows it."""
+        """Send a pickled order over the link, if the stage still follows the link."""
         if self._link is None or self._followed.done():
             return
         padded = message.ljust(-(-len(message) // _MESSAGE_BYTES) * _MESSAGE_BYTES, b"\0")
@@ -740,22 +739,17 @@ class RemoteStage(NotCopyable):
         reply.add_done_callback(lambda reply: called.replies.arrived(number, partial(settle, reply)))
         self.transmit(pickle.dumps(number))  # last: if interrupted, the next one does it
 
-    def beside(self, function: Callable[..., R], *args: Any) -> Reply[R]:
+    def beside(self, function: Callable[..., R], *args: Any, is_logged: bool = False) -> Reply[R]:
         """Call ``function(host, ...)`` in the process of the stage, on a thread of RPC, while commands run.
 
         Args:
             function: A function whose first argument is the ``RRef`` to the host. If the worker is lost and replaced,
                 the function is called once more.
             args: Its other arguments.
+            is_logged: Whether the function leaves a value on the stage that later commands use.
         """
-        reply = Reply(self, function, args)
-        reply.run()
-        return reply
-
-    def beside_logged(self, function: Callable[..., R], *args: Any) -> Reply[R]:
-        """Do the same with a function that leaves something on the stage that commands need."""
-        reply = Reply(self, function, args, is_logged=True)
-        if self._log is None:
+        reply = Reply(self, function, args, is_logged=is_logged)
+        if self._log is None or not is_logged:
             reply.run()
         else:
             self._log.perform(reply, reply.run)
@@ -836,7 +830,7 @@ class RemoteStage(NotCopyable):
         if isinstance(value, Behind):
             failed = _add(value.failure, failures)
             if failures.repair is not None and not failures.repair.done():
-                done.set_exception(failed)  # the stage may not have done what was to be done before
+                done.set_exception(failed)  # the reply lacks the effect of an earlier command, which has failed
                 return
             value = value.reply
         if isinstance(value, Failure):

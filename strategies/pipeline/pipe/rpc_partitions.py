@@ -4,8 +4,9 @@
       inputs ──▶ partition 0 ──▶ partition 1 ──▶ partition 2 ──▶ outputs
 
 Each partition on a worker is a stage with a thread of its own, so micro-batches in different places overlap. Partitions
-on one worker compute in turn, because a process has one set of random generators. The partitions of the user's process
-are chunks of the driver's stage. The schedule is ``gpipe``, under whatever placement of partitions the user has chosen.
+on one worker compute one at a time, because a process has one set of random generators. The partitions of the user's
+process are chunks of the driver's stage. The schedule is ``gpipe``, under whatever placement of partitions the user has
+chosen.
 
 Index letters: ``i`` partition, which is a chunk of the pipeline; ``r`` rank.
 """
@@ -54,7 +55,7 @@ from strategies.pipeline.worker.setup import StageSetup
 _CPU = torch.device("cpu")
 
 _turn = threading.Lock()
-"""Held by the partition of this process that computes."""
+"""Held by the thread of the partition that computes in this process."""
 
 
 class RpcPartitions(NotCopyable):
@@ -258,7 +259,7 @@ def host_partition(
 
 
 class _InTurn(Activity):
-    """Computes while no other partition of the process does, which may seed the generators that a layer draws from."""
+    """Lets one partition of the process compute at a time, since partitions seed and use the same generators."""
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -70,7 +70,7 @@ class Remote:
     def readable(self) -> "Remote":
         return self
 
-    def beside(self, function: Any, *arguments: Any) -> Any:
+    def beside(self, function: Any, *arguments: Any, is_logged: bool = False) -> Any:
         reference = SimpleNamespace(local_value=lambda: SimpleNamespace(hosted=self.stage))
         done: torch.futures.Future[Any] = torch.futures.Future()
         try:
@@ -78,8 +78,6 @@ class Remote:
         except Exception as error:
             done.set_exception(WorkerLost("stage 0 was killed") if self.has_ended else error)
         return done
-
-    beside_logged = beside
 
 
 class Model(nn.Module):
