@@ -30,6 +30,7 @@ from strategies.pipeline.control.shelf import captured
 from strategies.pipeline.driver import ModelCopy, Pipeline
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.optim.optimizers import follow_optimizer
+from strategies.pipeline.recovery import recovery
 from strategies.pipeline.recovery.repairs import RecoverySettings, Repair
 from strategies.pipeline.stage.layers import PassContext
 from strategies.pipeline.state.remote_operations import OnStages
@@ -373,6 +374,31 @@ def between_operations() -> None:
 
 def test_between_operations() -> None:
     run(between_operations)
+
+
+def long_evaluation() -> None:
+    """Passes without a step, and state dicts that are loaded, fill the log; a snapshot empties it in time."""
+    limit = recovery.MOST_LOGGED_BYTES = 2000  # of about three passes
+    module, pipeline = two_stages(nn.Linear(3, 3), nn.Linear(3, 3))
+    x = torch.randn(4, 3)
+    sizes = []
+    with torch.no_grad():
+        expected = module(x)
+        for number in range(60):
+            if number % 10 == 5:
+                module.load_state_dict(module.state_dict())
+            if number == 40:
+                kill_worker(pipeline)
+            assert torch.equal(module(x), expected)
+            sizes.append(pipeline.recovery_bytes)
+    both = sizes[10:]  # the memory of both snapshots is in use by then
+    assert 500 < max(both) - min(both) < 2 * limit, sizes
+    pipeline.close()
+    assert len(pipeline.repairs) == 1
+
+
+def test_a_long_evaluation_does_not_fill_the_memory() -> None:
+    run(long_evaluation)
 
 
 class Counts(nn.Module):
