@@ -205,6 +205,10 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         snapshot_every_n_steps: With ``max_restarts``, the number of optimizer steps after which every worker copies its
             part of the model and of the optimizer states into memory that outlives it. After a loss, new workers
             repeat the computation since the last copy. Default: 1.
+        verify_every_n_steps: The workers compute every n-th optimizer step a second time, from a copy of the state
+            before it. If a value or a weight differs in one bit, an error names the stage: a layer is not
+            deterministic, or a core or its memory is faulty. The driver's own layers are not verified. For the same
+            pipelines as ``max_restarts``; see ``docs/lost_workers.md``. Default: 0, no step is verified.
         rebalance: ``"auto"``: at the end of each training epoch, or every ``rebalance_every_n_steps``, layers may move
             to other stages. They move if recorded steps predict that this saves ``rebalance_threshold`` of the time of
             the passes, such as when the process of a stage has become slow. Losses and weights are those of a run
@@ -250,6 +254,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         async_save: bool = False,
         max_restarts: int = 0,
         snapshot_every_n_steps: int = 1,
+        verify_every_n_steps: int = 0,
         rebalance: Literal["auto"] | None = None,
         rebalance_every_n_steps: int | None = None,
         rebalance_threshold: float | None = None,
@@ -284,7 +289,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
 
             self._rebalancing = rebalancing_of(*given, self._settings)
         checks.check_replicas(data_parallel_size, shard_optimizer_states)
-        self._recovery = checks.checked_recovery(max_restarts, snapshot_every_n_steps)
+        self._recovery = checks.checked_recovery(max_restarts, snapshot_every_n_steps, verify_every_n_steps)
         checks.check_state_dict_type(state_dict_type, checkpoint_io)
         parallel = (accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         super().__init__(data_parallel_size, *parallel)
@@ -662,7 +667,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         super()._configure_launcher()
         if self._recovery is not None:
             checks.check_repairs(devices=self.parallel_devices or (), num_hosts=self.num_nodes)
-            if self.world is not None:
+            if self.world is not None and self._recovery.max_restarts:
                 self._launcher = RanksLauncher(self.world, replace_workers=True)
 
     def rebalance(self, balance: Sequence[int]) -> None:
@@ -837,8 +842,10 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights of every stage, on the first replica only, which writes.
 
-        Values of other stages are fetched when they are read or written.
+        Values of other stages are fetched when they are read or written. A step that is verified is verified before.
         """
+        if self._pipeline is not None:
+            self._pipeline.verify()
         if not self.is_global_zero:
             return {}
         states = self._stage_states

@@ -89,35 +89,34 @@ def _check_whole_number(name: str, value: object, least: int) -> None:
         raise MisconfigurationException(f"{name} must be a whole number of at least {least}, got {value!r}.")
 
 
-def checked_recovery(max_restarts: int, every_n_steps: int) -> RecoverySettings | None:
-    """Return how lost workers are repaired.
-
-    Args:
-        max_restarts: ``max_restarts``.
-        every_n_steps: ``snapshot_every_n_steps``.
+def checked_recovery(
+    max_restarts: int, snapshot_every_n_steps: int, verify_every_n_steps: int
+) -> RecoverySettings | None:
+    """Return how lost workers are repaired and which steps are verified.
 
     Returns:
-        The settings; ``None`` if lost workers are not repaired.
+        The settings; ``None`` if lost workers are not repaired and no steps are verified.
 
     Raises:
         MisconfigurationException: If a number is wrong, if ``snapshot_every_n_steps`` has no effect, or if this system
             cannot take snapshots.
     """
     _check_whole_number("max_restarts", max_restarts, 0)
-    _check_whole_number("snapshot_every_n_steps", every_n_steps, 1)
-    if max_restarts:
-        check_repairs(devices=[], num_hosts=1)
-        return RecoverySettings(max_restarts, every_n_steps)
-    if every_n_steps != 1:
+    _check_whole_number("snapshot_every_n_steps", snapshot_every_n_steps, 1)
+    _check_whole_number("verify_every_n_steps", verify_every_n_steps, 0)
+    if snapshot_every_n_steps != 1 and not max_restarts:
         raise MisconfigurationException(
-            f"snapshot_every_n_steps={every_n_steps} has no effect with max_restarts=0, because lost workers are not "
-            "repaired: set max_restarts to 1 or more, or leave snapshot_every_n_steps out."
+            f"snapshot_every_n_steps={snapshot_every_n_steps} has no effect with max_restarts=0, because lost workers "
+            "are not repaired: set max_restarts to 1 or more, or leave snapshot_every_n_steps out."
         )
-    return None
+    if not (max_restarts or verify_every_n_steps):
+        return None
+    check_repairs(devices=[], num_hosts=1)
+    return RecoverySettings(max_restarts, snapshot_every_n_steps, verify_every_n_steps)
 
 
 def check_repairs(*, devices: Sequence[torch.device], num_hosts: int) -> None:
-    """Check that lost workers can be repaired on these devices.
+    """Check that lost workers can be repaired, and steps verified, on these devices.
 
     Args:
         devices: The devices of the stages.
@@ -129,11 +128,13 @@ def check_repairs(*, devices: Sequence[torch.device], num_hosts: int) -> None:
     try:
         check_snapshots(devices=devices, num_hosts=num_hosts)
     except ValueError as error:
-        raise MisconfigurationException(f"max_restarts repairs lost workers from snapshots, but {error}") from error
+        raise MisconfigurationException(
+            f"max_restarts and verify_every_n_steps repeat computation from snapshots, but {error}"
+        ) from error
 
 
 def check_repairs_of_run(trainer: Any, *, num_stages: int) -> None:
-    """Check that lost workers can be repaired in a run; warn if it has none.
+    """Check that lost workers can be repaired, and steps verified, in a run; warn if it has no workers.
 
     Args:
         trainer: The Trainer.
@@ -144,13 +145,13 @@ def check_repairs_of_run(trainer: Any, *, num_stages: int) -> None:
     """
     if num_stages == 1:
         rank_zero_warn(
-            "max_restarts has no effect with a single stage, which the driver itself runs, because there is no worker "
-            "that could be lost. Set devices to 2 or more."
+            "max_restarts and verify_every_n_steps have no effect with a single stage, which the driver itself runs, "
+            "because there is no worker that could be lost or compute wrongly. Set devices to 2 or more."
         )
     elif isinstance(trainer.profiler, PyTorchProfiler):
         raise MisconfigurationException(
-            "max_restarts replaces workers that are lost, whose traces PyTorchProfiler would lose. Leave one of them "
-            "out."
+            "max_restarts and verify_every_n_steps run steps again, of which PyTorchProfiler would lose or repeat the "
+            "traces. Leave them or the profiler out."
         )
 
 

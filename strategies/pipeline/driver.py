@@ -216,7 +216,7 @@ class Pipeline(NotCopyable):
         path: Dotted path of ``module`` in ``model``, for messages.
         construction: What knows how to build tensors of ``module`` that have no values yet.
         gathers_on_end: Whether :meth:`close` brings back what the workers hold.
-        recovery: The settings of the replacement of lost workers; ``None`` to end the run when a worker is lost.
+        recovery: Whether lost workers are replaced and steps verified; ``None``: neither.
         together: Connects to the store through which the drivers of all replicas agree on replacements.
 
     Raises:
@@ -249,8 +249,9 @@ class Pipeline(NotCopyable):
         hosts = [None] * len(devices) if world is None else world.hosts
         if recovery is not None and settings.data_plane not in (AUTO, GLOO):
             raise ValueError(
-                f"lost workers are replaced under data_plane='gloo' only, got data_plane={settings.data_plane!r}. Use "
-                "'gloo' or 'auto', or leave max_restarts out."
+                "lost workers are replaced and steps verified under data_plane='gloo' only, got "
+                f"data_plane={settings.data_plane!r}. Use 'gloo' or 'auto', or leave max_restarts and "
+                "verify_every_n_steps out."
             )
         self._plane = settings.plane(devices, hosts) if recovery is None else GLOO
         self.programs = settings.programs(len(devices), ordered=self._plane != GLOO)
@@ -517,6 +518,7 @@ class Pipeline(NotCopyable):
             RuntimeError: If a step is under way.
         """
         running, before = self._usable(), self.balance
+        self.verify()
         remotes, recorder = running.executor.remotes, running.executor.stage.recorder
         with self.failures.explained():
             kept = [answer.wait() for answer in [remote.ask(StageCommands.num_kept) for remote in remotes]]
@@ -555,7 +557,7 @@ class Pipeline(NotCopyable):
         """Create what replaces lost workers; return ``None`` if lost workers end the run."""
         if self._recovery_settings is None or not workers.remotes:
             return None
-        if isinstance(self._workers, Ranks):
+        if isinstance(self._workers, Ranks) and self._recovery_settings.max_restarts:
             check_snapshots(devices=self._devices, are_replaced=self._workers.are_supervised)
         assert workers.transport is not None
 
@@ -586,6 +588,17 @@ class Pipeline(NotCopyable):
         """Take a snapshot if it is due; the executor calls this between two passes."""
         if self._recovery is not None:
             self._recovery.between_passes(self.optimizers.num_steps)
+
+    def verify(self) -> None:
+        """Compute what has run since the last verified step a second time and compare, if that is due.
+
+        Call this between two passes, before values of stages are used, such as for a checkpoint.
+
+        Raises:
+            ComputedWrongly: If a stage computes differently the second time.
+        """
+        if self._recovery is not None and self._running is not None and not self._running.executor.unfinished:
+            self._recovery.verify(self.optimizers.num_steps)
 
     # Start
 
@@ -794,6 +807,7 @@ class Pipeline(NotCopyable):
             reports_side_outputs=True,
             placement=self.programs.placement,
             plane=self._plane,
+            is_verified=self._recovery_settings is not None and self._recovery_settings.verify_every_n_steps > 0,
         )
 
     def _open(
@@ -854,7 +868,7 @@ class Pipeline(NotCopyable):
         session.callback(wait.end)
         for remote in clients:
             session.callback(remote.disconnect)
-        unpacked = [remote.begin() for remote in clients]
+        unpacked = [remote.ask_unlogged(StageCommands.num_kept) for remote in clients]
         with self.failures.explained():
             group = join_data_plane(own, len(stages), self.failures.raise_untold)
         store = partial(store_at, f"{own.rendezvous}/devices", own.size)
@@ -888,6 +902,8 @@ class Pipeline(NotCopyable):
         try:
             if self._running is not None and gather:
                 with self.failures.explained():  # what is lost follows from the failure
+                    if not is_failing:
+                        self.verify()
                     if self._gathers_on_end:
                         self._gather(self._running)
                     else:

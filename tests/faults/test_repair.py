@@ -19,11 +19,24 @@ from harness import run
 from pytorch_lightning.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from pytorch_lightning.profilers import PyTorchProfiler
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
-from repair_job import BlockNet, Clipper, Halver, Kills, ManualNet, Meddler, Net, Scaler, SometimesNet, StreamNet
+from repair_job import (
+    BlockNet,
+    Clipper,
+    Halver,
+    Hasty,
+    Kills,
+    ManualNet,
+    Meddler,
+    Net,
+    Scaler,
+    SometimesNet,
+    StreamNet,
+)
 from torch import Tensor
 
 from strategies import RPCSequentialStrategy
 from strategies.common.errors import WorkerLost
+from strategies.pipeline.recovery.verification import ComputedWrongly
 from trainer import PipelineMonitor, Trainer
 
 EVERY_STEP: Kills = {
@@ -106,6 +119,48 @@ SLOW = (
 def disturbed(name: str) -> Any:
     options, cases = CASES[name]
     return repair_job.disturbed(cases, **options)
+
+
+VERIFIED = {
+    "gpipe": ("saving", 1, {}),
+    "1f1b": ("saving_in_background", 2, {}),
+    "sharded": ("sharded_in_background", 1, {}),
+    "manual": ("manual", 1, {}),
+    "moving_layers": ("moving_layers", 2, {}),
+    "blocks": ("blocks", 1, {}),
+    "averages": ("averages", 1, {}),
+    "scaler": ("scaler", 1, {}),
+    "killed": ("zbv", 2, EVERY_STEP),
+}
+"""Which case, how often a step is verified, and which workers are killed."""
+
+
+def verified(name: str) -> Any:
+    case, every_n_steps, kills = VERIFIED[name]
+    return repair_job.verified(every_n_steps, kills, **CASES[case][0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VERIFIED)
+def test_verified_steps_change_nothing(name: str) -> None:
+    assert run(verified, name) == []
+
+
+def not_deterministic() -> str:
+    class RandomNet(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sequential_module[1] = Hasty()
+
+    with pytest.raises(ComputedWrongly) as caught:
+        repair_job.fit({}, 0, net=RandomNet, options={"verify_every_n_steps": 3}, **EACH_BATCH)
+    return str(caught.value)
+
+
+def test_a_layer_that_is_not_deterministic_is_found() -> None:
+    said = run(not_deterministic)
+    assert "stage 0 sent stage 1 a different value for micro-batch 0 of pass " in said
+    assert "such as the time" in said and "checkpoint" in said
 
 
 def one_lost_worker() -> Any:
@@ -256,7 +311,7 @@ def test_where_it_cannot_be_done(monkeypatch: pytest.MonkeyPatch) -> None:
         with warnings.catch_warnings(action="ignore"):
             trainer.fit(net(), [[0]])
 
-    with pytest.raises(MisconfigurationException, match=r"max_restarts replaces workers .* PyTorchProfiler"):
+    with pytest.raises(MisconfigurationException, match=r"max_restarts .* run steps again, .* PyTorchProfiler"):
         fit(Net, profiler=Unused())
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr("sys.platform", "darwin")

@@ -93,6 +93,10 @@ CASES: dict[str, Case] = {
         {"accumulate_grad_batches": 1, "options": {"shard_optimizer_states": True}},
         [(STEPS, 1), (BETWEEN, 3)],
     ),
+    "verified": (
+        {"accumulate_grad_batches": 1, "options": {"shard_optimizer_states": True, "verify_every_n_steps": 2}},
+        [(STEPS, 1)],
+    ),
     "between": ({"accumulate_grad_batches": 1}, [(BETWEEN, 1), (BETWEEN, 4)]),
 }
 
@@ -120,6 +124,7 @@ def main(folder: Path, name: str) -> None:
     options, cases = {**CASES, **LAUNCHED}[name]
     settings = {"net": ReplicaNet, "stages": STAGES, "replicas": REPLICAS, **options}
     repaired = [fit(kills[rank], every_n_steps, **settings) for kills, every_n_steps in cases]
+    settings["options"] = {**settings.get("options", {}), "verify_every_n_steps": 0}
     expected = fit({}, 0, **settings)  # last: whether ranks of torchrun replace workers is decided by the first fit
     answers = [(differences(found, expected), found["repairs"]) for found in repaired]
     (folder / str(rank)).write_bytes(pickle.dumps(answers))

@@ -467,6 +467,20 @@ def disturbed(cases: Sequence[tuple[Kills, int]], **options: Any) -> list[tuple[
     return answers
 
 
+def verified(every_n_steps: int, kills: Kills, **options: Any) -> list[str]:
+    """In what a fit whose steps are verified differs from one that does nothing twice."""
+    expected = fit({}, 0, **options)
+    settings = {**options.pop("options", {}), "verify_every_n_steps": every_n_steps}
+    return differences(fit(kills, 1 if kills else 0, options=settings, **options), expected)
+
+
+class Hasty(Killable):
+    """Depends on the time. (Python's, numpy's and torch's generators are seeded in each pass.)"""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return super().forward(rows) * (1 + 1e-3 * (time.perf_counter() % 1))
+
+
 class KeepsOne(Callback):
     """Keeps a checkpoint as it was written."""
 

@@ -918,7 +918,10 @@ def test_the_command_line(mistake: str, capsys: pytest.CaptureFixture[str], monk
 
 
 def test_no_worker_can_be_lost_with_a_single_stage() -> None:
-    with pytest.warns(UserWarning, match=r"max_restarts has no effect with a single stage.*Set devices to 2 or more"):
+    with pytest.warns(
+        UserWarning,
+        match=r"max_restarts .* have no effect with a single stage.*Set devices to 2 or more",
+    ):
         trainer = fit(Model(), devices=1, max_restarts=1)
     assert trainer.global_step == 2
 

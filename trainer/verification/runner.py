@@ -54,6 +54,7 @@ _LEFT_OUT = {
     "balance_mode": "balance_by_size",
     "max_restarts": 0,
     "snapshot_every_n_steps": 1,
+    "verify_every_n_steps": 0,
     "rebalance": None,
     "rebalance_every_n_steps": None,
     "rebalance_threshold": None,

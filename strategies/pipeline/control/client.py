@@ -134,7 +134,7 @@ class Failures:
         Raises:
             Exception: The cause of the failures, if there are any meanwhile.
         """
-        _wait_for_any(future, self.first)
+        wait_for_any(future, self.first)
         if self.any:
             self.raise_cause()
         return future.result()
@@ -449,7 +449,7 @@ class Answer(Generic[R]):
             failures, asked = self._stage.present_failures, self._asked
             if failures.raised:
                 return self.rescue()
-            _wait_for_any(asked.result, failures.first)
+            wait_for_any(asked.result, failures.first)
             failures.settle()
             if failures.current is failures:
                 return self.rescue()
@@ -463,7 +463,7 @@ class Answer(Generic[R]):
         while True:
             failures, result = self._stage.present_failures, self._asked.result
             if failures.repair is not None:
-                _wait_for_any(result, failures.first)
+                wait_for_any(result, failures.first)
                 if not (result.done() and result.exception() is None) and failures.repair.result() is not None:
                     continue
             return self._stage.result_or_loss(result)
@@ -698,11 +698,17 @@ class RemoteStage(NotCopyable):
             self._log.perform(asked, asked.run)
         return Answer(self, asked)
 
-    def begin(self) -> "Future[Any]":
-        """Ask the process to answer as soon as it has the stage. No log keeps this question."""
-        begun = Future[Any]()
-        self.call([(StageCommands.num_kept.__name__, (), {})], begun)
-        return begun
+    def ask_unlogged(self, command: StageCommand[P, R], *args: P.args, **kwargs: P.kwargs) -> "Future[R]":
+        """Send a command that no log keeps, and that no new worker repeats.
+
+        Commands that wait for the next one go on waiting.
+
+        Returns:
+            Gets the result, or a failure of this stage.
+        """
+        result = Future[R]()
+        self.call([(command.__name__, args, kwargs)], result)
+        return result
 
     def transmit(self, message: bytes) -> None:
         """Send a pickled order over the link, if the stage still follows the link."""
@@ -805,7 +811,7 @@ class RemoteStage(NotCopyable):
 
     def result_or_loss(self, result: "Future[R]") -> R:
         """Wait for the result of a command; see :meth:`Answer.rescue`."""
-        _wait_for_any(result, self._lost)
+        wait_for_any(result, self._lost)
         if self.is_lost and not result.done():
             raise WorkerLost(f"{self.description}, {self.process.description}, was declared lost")
         return result.result()
@@ -871,7 +877,8 @@ def _how_it_ended(process: StageProcess) -> str | None:
     return next(filter(None, (process.ended() for _ in range(_NUM_QUESTIONS))), None)
 
 
-def _wait_for_any(*futures: Future[Any]) -> None:
+def wait_for_any(*futures: Future[Any]) -> None:
+    """Return when one of the futures is done."""
     wait(futures, return_when=FIRST_COMPLETED)
 
 

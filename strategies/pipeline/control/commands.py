@@ -20,6 +20,7 @@ from strategies.pipeline.schedule.operations import Row
 from strategies.pipeline.stage.layers import PassContext
 from strategies.pipeline.stage.passes import Pass
 from strategies.pipeline.stage.records import Recorded
+from strategies.pipeline.transport.journal import Comparison
 from strategies.pipeline.transport.slots import SlotAddress
 
 Attributes = dict[int, dict[str, Any]]
@@ -216,6 +217,23 @@ class StageCommands(Protocol):
     @command(changes_values=False, doing="snapshot")
     def snapshot(self, number: int, address: SlotAddress) -> None:
         """Copy the state of the stage into a slot, as the snapshot with this number."""
+
+    # Verification, see strategies.pipeline.recovery.verification
+
+    @command(changes_values=False, can_wait=True)
+    def start_journal(self) -> None:
+        """Note from now on what the stage sends and receives."""
+
+    @command(doing="going back to a snapshot")
+    def go_back(self, number: int, address: SlotAddress) -> None:
+        """Go on from a snapshot, in this process.
+
+        Until :meth:`compare`, :meth:`snapshot` compares the state with the snapshot that was written the first time.
+        """
+
+    @command(changes_values=False)
+    def compare(self) -> Comparison:
+        """Return what the stage has computed differently since :meth:`go_back`."""
 
     # Profiling
 

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from strategies.pipeline.recovery.log import Log, copied, fingerprint
+from strategies.pipeline.recovery.log import Log, NotRepeated, copied
 from strategies.pipeline.stage.edges import tensors_of
 from strategies.pipeline.transport.channel import Arrived, Arriving
 from strategies.pipeline.transport.interface import InChannel, OutChannel, Transport
+from strategies.pipeline.transport.journal import Fingerprint, fingerprint
 
 
 class LoggedTransport:
@@ -156,17 +157,11 @@ class _Received:
     receiver: LoggedReceiver
     number: int
     microbatch: int
-    fingerprint: tuple[Any, ...]
+    fingerprint: Fingerprint
     size_bytes = 0
     is_answered = True
 
     def run_again(self) -> None:
         value = self.receiver.inner.receive(self.number, self.microbatch)
         if fingerprint(value) != self.fingerprint:
-            raise RuntimeError(
-                f"stage {self.receiver.peer} was run again after a worker was lost, and computed other values for "
-                f"micro-batch {self.microbatch} of pass {self.number} than before. Either one of its layers, or one "
-                "before it, depends on something other than its input, its state and random states (such as the time), "
-                "or one of the processes computes wrongly. The run cannot go on from there: start again from the last "
-                "checkpoint."
-            )
+            raise NotRepeated(self.receiver.peer, self.number, self.microbatch)

@@ -14,12 +14,34 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from strategies.common.errors import is_consequence
 from strategies.pipeline.control.client import Entry, Failures
-from strategies.pipeline.stage.edges import leaves_of, tensors_of, with_leaves
+from strategies.pipeline.stage.edges import leaves_of, with_leaves
+
+WHY_DIFFERENT = (
+    "Either one of its layers, or one before it, depends on something other than its input, its state and the seed of "
+    "the pass (such as the time, or a random generator of its own), or one of the processes computes wrongly."
+)
+
+
+class NotRepeated(RuntimeError):
+    """A worker has sent a different value the second time.
+
+    Args:
+        stage: The number of the stage.
+        number: The pass.
+        microbatch: The micro-batch.
+    """
+
+    def __init__(self, stage: int, number: int, microbatch: int) -> None:
+        super().__init__(
+            f"stage {stage} was run again after a worker was lost, and computed different values for micro-batch "
+            f"{microbatch} of pass {number} than before. {WHY_DIFFERENT} The run cannot go on from there: start again "
+            "from the last checkpoint."
+        )
+        self.stage, self.number, self.microbatch = stage, number, microbatch
 
 
 class Log:
@@ -91,6 +113,13 @@ class Log:
             self._num_forgotten += 1
         self._marks = {other: place for other, place in self._marks.items() if place >= mark}
 
+    def drop(self) -> None:
+        """Drop everything: nothing will be repeated from a snapshot before now."""
+        self._num_forgotten += len(self._entries)
+        self._entries.clear()
+        self._marks.clear()
+        self.size_bytes = 0
+
     def can_begin_at(self, number: int) -> bool:
         """Return whether the log has all since a snapshot, and every question asked before it has been answered."""
         if number not in self._marks:
@@ -98,11 +127,24 @@ class Log:
         before = self._marks[number] - self._num_forgotten
         return all(entry.is_answered for _, entry in zip(range(before), self._entries, strict=False))
 
-    def run_again(self, number: int) -> int:
-        """Repeat all operations since a snapshot; return their number."""
+    def run_again(self, number: int, differences: list[NotRepeated] | None = None) -> int:
+        """Repeat all operations since a snapshot; return their number.
+
+        Args:
+            number: The number of the snapshot.
+            differences: Gets an entry for each value that is different the second time.
+
+        Raises:
+            NotRepeated: At the first such value, if ``differences`` is ``None``.
+        """
         entries = list(self._entries)[self._marks[number] - self._num_forgotten :]
         for entry in entries:
-            entry.run_again()
+            try:
+                entry.run_again()
+            except NotRepeated as difference:
+                if differences is None:
+                    raise
+                differences.append(difference)
         return len(entries)
 
 
@@ -116,20 +158,3 @@ def copied(value: Any) -> tuple[Any, int]:
             leaf = leaf.detach().to("cpu", copy=True).requires_grad_(leaf.requires_grad)
         copies.append(leaf)
     return with_leaves(copies, spec), size_bytes
-
-
-def fingerprint(value: Any) -> tuple[Any, ...]:
-    """Return shapes, dtypes and checksums of the tensors in a value.
-
-    A checksum is the sum of the bytes as integers, which differs if one bit of the tensor does.
-    """
-    return tuple((tensor.shape, tensor.dtype, _checksum(tensor.detach())) for tensor in tensors_of(value))
-
-
-def _checksum(tensor: Tensor) -> int:
-    flat = tensor.cpu().reshape(-1)
-    if flat.nbytes % 8 == 0 and flat.storage_offset() * flat.itemsize % 8 == 0:
-        return int(flat.view(torch.int64).sum())
-    single = flat.view(torch.uint8)
-    whole = len(single) // 8 * 8
-    return int(single[:whole].clone().view(torch.int64).sum()) + int(single[whole:].sum())

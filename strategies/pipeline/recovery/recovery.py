@@ -1,17 +1,24 @@
-"""Replaces lost workers of a running pipeline: takes snapshots, and repeats the driver's log with new workers."""
+"""Replaces lost workers of a running pipeline: takes snapshots, and repeats the driver's log with new workers.
 
+It verifies steps in the same way, with the same workers.
+"""
+
+import warnings
 from collections.abc import Callable, Sequence
 
+from strategies.common.errors import PeerFailed
 from strategies.launch.rounds import Rounds
-from strategies.pipeline.control.client import Failures, RemoteStage
+from strategies.pipeline.control.client import Failures, RemoteStage, wait_for_any
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.recovery.links import LoggedTransport
-from strategies.pipeline.recovery.log import Log
+from strategies.pipeline.recovery.log import Log, NotRepeated
 from strategies.pipeline.recovery.repairs import RecoverySettings, Repair, Repairs
 from strategies.pipeline.recovery.together import Together
+from strategies.pipeline.recovery.verification import check_repeated
 from strategies.pipeline.state.carriers import InSlot
 from strategies.pipeline.state.snapshots import Snapshots, Whole
 from strategies.pipeline.transport.interface import Transport
+from strategies.pipeline.transport.journal import Comparison
 
 MOST_LOGGED_BYTES = 2**28
 """The size of the log beyond which a snapshot is taken before it is due."""
@@ -52,7 +59,9 @@ class Recovery:
         self._snapshots = Snapshots(len(remotes))
         self._repairs = Repairs(settings.max_restarts, self._log, self._kill, self._replace, done)
         self._together = Together(rounds, failures) if rounds is not None else None
-        self._num_steps = 0
+        self._num_steps = self._steps_at_snapshot = self._num_updates = 0
+        self._verified_from: Whole | None = None
+        """The snapshot from which the present step is computed a second time; ``None`` if it is not verified."""
 
     def start(self) -> None:
         """Take the first snapshot, and replace lost workers from now on."""
@@ -61,8 +70,9 @@ class Recovery:
         self._repairs.start()
         if self._together is not None:
             self._together.start()
-        self._take_snapshot()
+        first = self._take_snapshot()
         self._wait()
+        self._begin(first)
 
     def end_together(self) -> None:
         """Wait until no other replica needs the workers of this one to replace its own workers."""
@@ -92,18 +102,91 @@ class Recovery:
         Args:
             num_steps: How many steps of optimizers there have been so far.
         """
-        is_due = num_steps - self._num_steps >= self._settings.snapshot_every_n_steps
+        has_stepped = self._count(num_steps)
         # In all replicas, snapshots with one number must be of one step. A replica may need its last but one snapshot,
         # because another replica lacks the last one until it has averaged the gradients of the next step.
         is_large = self._log.size_bytes > MOST_LOGGED_BYTES and self._together is None
-        if is_due or is_large:
-            self._num_steps = num_steps
-            self._take_snapshot()
+        if self._verified_from is not None:
+            if has_stepped or is_large:
+                self._verify(self._verified_from)
+            return
+        repairs = self._settings.max_restarts > 0
+        is_due = num_steps - self._steps_at_snapshot >= self._settings.snapshot_every_n_steps
+        if self._is_next_verified or (repairs and (is_due or is_large)):
+            self._begin(self._take_snapshot())
+        elif not repairs:
+            self._log.drop()
         elif self._together is None:
             self._forget()
 
-    def _take_snapshot(self) -> None:
-        snapshots = self._snapshots
+    def verify(self, num_steps: int) -> None:
+        """Compute the present step a second time and compare, if it is one that is verified.
+
+        Args:
+            num_steps: How many steps of optimizers there have been so far.
+
+        Raises:
+            ComputedWrongly: If a stage computes differently the second time.
+        """
+        self._count(num_steps)
+        if self._verified_from is not None:
+            self._verify(self._verified_from)
+
+    def _count(self, num_steps: int) -> bool:
+        """Return whether optimizers have stepped since the last call; those of one batch count once."""
+        has_stepped = num_steps > self._num_steps
+        self._num_steps = num_steps
+        self._num_updates += has_stepped
+        return has_stepped
+
+    @property
+    def _is_next_verified(self) -> bool:
+        every = self._settings.verify_every_n_steps
+        return every > 0 and (self._num_updates + 1) % every == 0
+
+    def _begin(self, snapshot: Whole) -> None:
+        """Begin a step, just after a snapshot."""
+        self._verified_from = snapshot if self._is_next_verified else None
+        if self._verified_from is not None:
+            for remote in self._remotes:
+                remote.send(StageCommands.start_journal)
+
+    def _verify(self, begin: Whole) -> None:
+        self._verified_from = None
+        end = self._take_snapshot()
+        self._wait()
+        failures = self._log.failures
+        try:
+            with self._log.lock:
+                comparisons, differences = self._computed_again(begin)
+        except Exception as error:
+            self._log.overcome(failures, error)
+            warnings.warn("A step could not be verified, because a worker was lost meanwhile.", stacklevel=2)
+        else:
+            check_repeated(self._remotes, comparisons, differences)
+        self._begin(end)
+
+    def _computed_again(self, begin: Whole) -> tuple[list[Comparison], list[NotRepeated]]:
+        """Have the stages go back to a snapshot, repeat the log since then, and compare.
+
+        Returns:
+            What the stages have computed, and what this process received that was different.
+        """
+        differences: list[NotRepeated] = []
+        for remote, slot in zip(self._remotes, self._snapshots.slots[begin.place], strict=True):
+            remote.ask_unlogged(StageCommands.go_back, begin.number, slot.address)
+        self._log.run_again(begin.number, differences)
+        asked, comparisons = [remote.ask_unlogged(StageCommands.compare) for remote in self._remotes], []
+        for each in asked:
+            wait_for_any(each, self._log.failures.first)
+            if not each.done():
+                raise PeerFailed("another process has failed while a step was verified")
+            comparisons.append(each.result())
+        return comparisons, differences
+
+    def _take_snapshot(self) -> Whole:
+        """Order a snapshot, which workers write when they come to it."""
+        snapshots, self._steps_at_snapshot = self._snapshots, self._num_steps
         if snapshots.is_under_way or self._usable()[-1:] != snapshots.whole()[-1:]:
             self._wait()
         with self._log.lock:  # otherwise new workers could begin without the mark
@@ -112,6 +195,7 @@ class Recovery:
             for remote, slot in zip(self._remotes, snapshots.slots[ordered.place], strict=True):
                 remote.send(StageCommands.snapshot, ordered.number, slot.address)
             self._log.mark(ordered.number)
+        return ordered
 
     def _forget(self) -> None:
         """Drop the part of the log from before the last usable snapshot."""

@@ -23,13 +23,15 @@ class RecoverySettings:
     """How lost workers are replaced.
 
     Attributes:
-        max_restarts: The maximum number of repairs in one run, at least 1. Workers that are lost at the same time take
-            one repair.
+        max_restarts: The maximum number of repairs in one run. Workers that are lost at the same time take one repair.
         snapshot_every_n_steps: After this number of optimizer steps, every worker takes a snapshot.
+        verify_every_n_steps: Every n-th optimizer step, and what runs before it since the last one, is computed a
+            second time and compared; 0: none.
     """
 
     max_restarts: int
     snapshot_every_n_steps: int = 1
+    verify_every_n_steps: int = 0
 
 
 @dataclass(frozen=True)

@@ -99,16 +99,13 @@ class InSlot:
     def take(self, receive: Receive) -> StageState:
         slot = Slot.opened(self.address)
         try:
-            state, storages = unpickled(slot.read_blob(self.number))
-            assert isinstance(state, StageState)
-            slot.read_storages(storages)
+            return _state_in(slot, self.number)
         finally:
             slot.close()
-        return state
 
 
 class StageSlots:
-    """The slots of a stage, as its worker writes them.
+    """The slots of a stage, as its worker writes and reads them.
 
     Args:
         index: The number of the stage.
@@ -124,9 +121,7 @@ class StageSlots:
         Raises:
             ValueError: If an object of the stage cannot be pickled.
         """
-        if address not in self._opened:
-            self._opened[address] = Slot.opened(address)
-        slot = self._opened[address]
+        slot = self._slot(address)
         slot.forget()
         try:
             parcel = pickled(state, state.layers, None, small_bytes=_ALL)
@@ -137,6 +132,26 @@ class StageSlots:
                 "__getstate__ that leaves the object out"
             ) from error
         slot.write(number, parcel.blob, parcel.storages)
+
+    def read(self, address: SlotAddress, number: int) -> StageState:
+        """Return the state in a slot, in new memory.
+
+        Raises:
+            RuntimeError: If the slot does not have this snapshot whole.
+        """
+        return _state_in(self._slot(address), number)
+
+    def _slot(self, address: SlotAddress) -> Slot:
+        if address not in self._opened:
+            self._opened[address] = Slot.opened(address)
+        return self._opened[address]
+
+
+def _state_in(slot: Slot, number: int) -> StageState:
+    state, storages = unpickled(slot.read_blob(number))
+    assert isinstance(state, StageState)
+    slot.read_storages(storages)
+    return state
 
 
 @dataclass

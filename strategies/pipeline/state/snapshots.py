@@ -17,7 +17,7 @@ from strategies.pipeline.transport.slots import NUM_SLOTS, Slot, have_slots
 
 
 def check_snapshots(*, devices: Sequence[torch.device], num_hosts: int = 1, are_replaced: bool = True) -> None:
-    """Check that lost workers of a pipeline can be replaced by means of snapshots.
+    """Check that workers can take snapshots, from which lost workers are replaced and steps are verified.
 
     Args:
         devices: The device of each stage.
@@ -36,7 +36,7 @@ def check_snapshots(*, devices: Sequence[torch.device], num_hosts: int = 1, are_
     }
     for reason, applies in reasons.items():
         if applies:
-            raise ValueError(f"lost workers cannot be replaced: {reason}. Leave max_restarts out.")
+            raise ValueError(f"{reason}. Leave max_restarts and verify_every_n_steps out")
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from strategies.common.stage_layers import StageLayers
+from strategies.common.trees import flat
 from strategies.optim.restricted import move_states, numbers_of, put_together, restricted, taken_apart
 from strategies.pipeline.stage.layers import ProcessRandomState
 
@@ -83,6 +84,38 @@ class StageState:
         for optimizer in optimizers:
             move_states(optimizer)  # they have come by way of the CPU
         return optimizers
+
+
+def differing(first: StageState, second: StageState) -> list[str]:
+    """Return the names of the tensors in which two states of a stage differ, in any bit."""
+    before, after = _named_tensors(first), _named_tensors(second)
+    common = [name for name in before if name in after]
+    return [
+        *(name for name in common if not _is_same(before[name], after[name])),
+        *(name for name in {**before, **after} if name not in common),
+    ]
+
+
+def _named_tensors(state: StageState) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for prefix, layers in [("", state.layers), *((f"copy {k} of ", copy) for k, copy in enumerate(state.copies, 1))]:
+        for name, tensor in [*layers.named_parameters(), *layers.named_buffers()]:
+            found[prefix + name] = tensor.detach()
+    found |= {f"the gradient of {name}": grad for name, grad in state.grads.items()}
+    names = {id(parameter): name for name, parameter in state.layers.named_parameters()}
+    for k, (_, attributes) in enumerate(state.optimizers):
+        for parameter, entries in attributes["state"].items():
+            of = f"optimizer {k} of {names.get(id(parameter), 'a parameter')}"
+            found |= {f"{name} of {of}": tensor for name, tensor in flat(entries).items()}
+    return found | {f"the result of operation {number}": tensor for number, tensor in state.computed.items()}
+
+
+def _is_same(first: Tensor, second: Tensor) -> bool:
+    if (first.shape, first.dtype, first.layout) != (second.shape, second.dtype, second.layout):
+        return False
+    dense = [tensor if tensor.layout == torch.strided else tensor.to_dense() for tensor in (first, second)]
+    own, other = (tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in dense)
+    return torch.equal(own, other)
 
 
 def _moved(copy: StageLayers, device: torch.device) -> StageLayers:

@@ -3,12 +3,14 @@
 import pickle
 import tempfile
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from strategies.commands.host import Order
 from strategies.common.activity import Activity
@@ -40,11 +42,26 @@ from strategies.pipeline.state.carriers import Carrier, Receive, StageSlots
 from strategies.pipeline.state.held import HeldState
 from strategies.pipeline.state.mirror import set_attributes
 from strategies.pipeline.state.remote_operations import HeldValues
-from strategies.pipeline.state.stage_state import StageState
+from strategies.pipeline.state.stage_state import StageState, differing
 from strategies.pipeline.transport.channel import Receiver
+from strategies.pipeline.transport.journal import Comparison, JournaledTransport, Message
 from strategies.pipeline.transport.slots import SlotAddress
 from strategies.pipeline.transport.ties import TiedParameters
 from strategies.pipeline.worker.setup import StageSetup
+
+
+@dataclass
+class Repeated:
+    """What is known of a step while it is computed for the second time.
+
+    Attributes:
+        first: What the stage sent and received the first time.
+        state: The names of the tensors of its state that differ from the first time.
+    """
+
+    first: list[Message] | None
+    state: list[str] = field(default_factory=list)
+
 
 _CAPTURING = {
     PartKind.TENSORS: "teardown, handing over weights",
@@ -91,10 +108,28 @@ class HostedStage(StageCommands):
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self._index, self._activity, self._orders = setup.index, activity, orders
+        self._setup, self._edges, self._device = setup, edges, device
         self._transport = edges.transport
-        self._layers = state.layers
-        with explaining(self.describe(), self._layers, device, "set-up, with its parameters"):
-            self._optimizers = state.place(device)
+        self._rows: dict[Hashable, Row] = {}
+        """What this process does in a pass, or in a part of one, by the name of the program."""
+        self._slots = StageSlots(setup.index)
+        self._trace: torch.profiler.profile | None = None
+        self._repeated: Repeated | None = None
+        optimizers = self._placed(state)
+        self._replicas = None if setup.replicas is None else activity.wait(partial(setup.replicas.join, setup.index))
+        self._begin(state, optimizers)
+        if self._averaging is not None and state.random_state is None:
+            self._averaging.share()
+
+    def _placed(self, state: StageState) -> list[Optimizer]:
+        """Move a state to the device of the stage; return its optimizers."""
+        with explaining(describe(self._index, state.layers), state.layers, self._device, "set-up, with its parameters"):
+            return state.place(self._device)
+
+    def _begin(self, state: StageState, optimizers: list[Optimizer]) -> None:
+        """Go on from a state, over the same connections."""
+        setup, edges, activity, device = self._setup, self._edges, self._activity, self._device
+        self._layers, self._optimizers = state.layers, optimizers
         ties: TiedParameters | None = None
         if setup.ties and edges.transport is not None:
             named = dict(self._layers.named_parameters(remove_duplicate=False))
@@ -113,15 +148,19 @@ class HostedStage(StageCommands):
             activity=activity,
             name=self.describe(),
         )
-        self._averaging = _averaging(setup, self._layers, activity, shares=state.random_state is None)
+        self._averaging: Averaging | None = None
+        if self._replicas is not None:
+            parameters = list(self._layers.parameters())  # copies of tied ones have no gradients by then
+            layers = self._layers
+            self._averaging = Averaging(
+                self._replicas, lambda: parameters, lambda: list(layers.buffers()), wait=activity.wait
+            )
         self._shared_steps: SharedSteps | None = None
         if self._averaging is not None and setup.replicas is not None and setup.replicas.divide_states:
             self._shared_steps = SharedSteps(self._optimizers, self._averaging, state.owners)
         self.held = HeldState(state, self._optimizers, device, self._shared_steps)
         self._modules, self._numbers = self.held.modules, self.held.numbers
         self._values = HeldValues(self._modules, self.held.computed)
-        self._rows: dict[Hashable, Row] = {}
-        """What this process does in a pass, or in a part of one, by the name of the program."""
         self._gathered: dict[int, GatheredGradients] = {}
         """Gradients of passes that have not been released, by the number of the pass."""
         self.shelf = self.held.shelf
@@ -130,8 +169,6 @@ class HostedStage(StageCommands):
         Commands put in and take out tensors, in turn with passes. RPC threads read them (``RemoteStage.beside``), so
         that the stage runs passes meanwhile.
         """
-        self._slots = StageSlots(setup.index)
-        self._trace: torch.profiler.profile | None = None
         if state.random_state is not None:
             state.random_state.restore()
 
@@ -328,7 +365,34 @@ class HostedStage(StageCommands):
     # Snapshots
 
     def snapshot(self, number: int, address: SlotAddress) -> None:
-        self._slots.write(address, number, self.held.whole())
+        if self._repeated is None:
+            self._slots.write(address, number, self.held.whole())
+        else:
+            self._repeated.state += differing(self._slots.read(address, number), self.held.whole())
+
+    # Verification
+
+    def start_journal(self) -> None:
+        self._journal.begin()
+
+    def go_back(self, number: int, address: SlotAddress) -> None:
+        self._repeated = Repeated(self._journal.take())
+        state = self._slots.read(address, number)
+        state.shelf = {**self.shelf, **state.shelf}  # others may read what has been captured since
+        recorder = self._stage.recorder
+        self._begin(state, self._placed(state))
+        self._stage.recorder = recorder
+        self._journal.begin()
+
+    def compare(self) -> Comparison:
+        repeated, self._repeated = self._repeated, None
+        assert repeated is not None
+        return Comparison(repeated.first, self._journal.take() or [], repeated.state)
+
+    @property
+    def _journal(self) -> JournaledTransport:
+        assert isinstance(self._transport, JournaledTransport)
+        return self._transport
 
     # Profiling
 
@@ -353,18 +417,6 @@ class HostedStage(StageCommands):
             path = Path(directory) / "trace.json"
             trace.export_chrome_trace(str(path))
             return path.read_bytes()
-
-
-def _averaging(setup: StageSetup, layers: nn.Sequential, activity: Activity, *, shares: bool) -> Averaging | None:
-    """Connect to the replicas of this stage, if there are any; ``shares``: give all of them the same values."""
-    if setup.replicas is None:
-        return None
-    parameters = list(layers.parameters())  # copies of tied ones have no gradients by then
-    group = activity.wait(partial(setup.replicas.join, setup.index))
-    averaging = Averaging(group, lambda: parameters, lambda: list(layers.buffers()), wait=activity.wait)
-    if shares:
-        averaging.share()
-    return averaging
 
 
 def taken(carrier: Carrier, activity: Activity, receive: Receive = lambda storages: None) -> StageState:

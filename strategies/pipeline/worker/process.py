@@ -22,6 +22,7 @@ from strategies.pipeline.state.carriers import Carrier
 from strategies.pipeline.transport.channel import NO_LIMIT, ORDERS_TAG, Receiver
 from strategies.pipeline.transport.device import routes_of
 from strategies.pipeline.transport.interface import Transport
+from strategies.pipeline.transport.journal import JournaledTransport
 from strategies.pipeline.transport.planes import GLOO, NCCL, open_transport
 from strategies.pipeline.transport.storages import receive_storages
 from strategies.pipeline.worker.hosted import HostedStage, taken
@@ -43,6 +44,8 @@ def host(setup: StageSetup, carrier: Carrier, session: Session) -> Host[HostedSt
 
     def create() -> HostedStage:
         transport = _transport(setup, group, session, activity)
+        if setup.is_verified:
+            transport = JournaledTransport(transport)
         edges = Edges(rank, ranks_of(setup.placement), transport)
         orders = Receiver(group, session.size - 1, device=torch.device("cpu"), tag=ORDERS_TAG, timeout=NO_LIMIT)
         return HostedStage(setup, taken(carrier, activity, receive), edges, activity, orders)

@@ -27,6 +27,7 @@ class StageSetup:
         reports_side_outputs: Whether the stage reports which layers have side outputs.
         placement: Which process has which chunks.
         plane: The data plane; see :mod:`strategies.pipeline.transport.planes`.
+        is_verified: Whether the stage may have to compute steps a second time, and compare.
     """
 
     index: int
@@ -38,3 +39,4 @@ class StageSetup:
     reports_side_outputs: bool = False
     placement: Placement = field(default_factory=lambda: Placement((0,)))
     plane: str = GLOO
+    is_verified: bool = False

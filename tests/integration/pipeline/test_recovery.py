@@ -435,7 +435,9 @@ def limits() -> None:
     module, pipeline = two_stages(Counts(), nn.Linear(3, 3))
     module(x)
     kill_worker(pipeline)
-    message = r"(?s)signal 9.*No new workers could take over: stage 0 was run again .* other values for micro-batch 0"
+    message = (
+        r"(?s)signal 9.*No new workers could take over: stage 0 was run again .* different values for micro-batch 0"
+    )
     with pytest.raises(WorkerLost, match=message):
         module(x)
     pipeline.close(gather=False)

@@ -109,7 +109,9 @@ def test_another_value_than_before_is_an_error() -> None:
     receiver.receive(5, 2)
     first.is_broken = True
     receiver.receive(5, 3)
-    assert repairing.error.startswith("stage 1 was run again after a worker was lost, and computed other values for")
+    assert repairing.error.startswith(
+        "stage 1 was run again after a worker was lost, and computed different values for"
+    )
     assert "micro-batch 2 of pass 5" in repairing.error
 
 

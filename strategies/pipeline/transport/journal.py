@@ -1,0 +1,153 @@
+"""A journal of what a process sends and receives, to find out which process computes differently the second time.
+
+    first time    received 1F0 ── sent 2F0 ── received 2B0 ── sent 1B0      fingerprints of the values, in order
+    second time   received 1F0 ── sent 2F0 ✗
+
+The stage whose first difference is something that it has sent has computed differently: it got the same values.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from strategies.common.trees import tensors_in
+from strategies.pipeline.transport.channel import Arrived, Arriving
+from strategies.pipeline.transport.interface import InChannel, OutChannel, Transport
+
+Fingerprint = tuple[Any, ...]
+
+
+def fingerprint(value: Any) -> Fingerprint:
+    """Return shapes, dtypes and checksums of the tensors in a value.
+
+    A checksum is the sum of the bytes as integers, which differs if one bit of the tensor does.
+    """
+    return tuple((tensor.shape, tensor.dtype, _checksum(tensor.detach())) for tensor in tensors_in(value))
+
+
+def _checksum(tensor: Tensor) -> int:
+    flat = tensor.cpu().reshape(-1)
+    if flat.nbytes % 8 == 0 and flat.storage_offset() * flat.itemsize % 8 == 0:
+        return int(flat.view(torch.int64).sum())
+    single = flat.view(torch.uint8)
+    whole = len(single) // 8 * 8
+    return int(single[:whole].clone().view(torch.int64).sum()) + int(single[whole:].sum())
+
+
+@dataclass(frozen=True)
+class Message:
+    """A value that a process has sent or received.
+
+    Attributes:
+        way: Whether this process has sent or received it.
+        peer: The rank of the other process.
+        tag: The tag of the channel.
+        number: The pass.
+        microbatch: The micro-batch.
+        fingerprint: See :func:`fingerprint`.
+    """
+
+    way: Literal["sent", "received"]
+    peer: int
+    tag: int
+    number: int
+    microbatch: int
+    fingerprint: Fingerprint
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a stage has computed twice from one snapshot.
+
+    Attributes:
+        first: What it sent and received the first time; ``None`` if its process has been replaced since.
+        second: What it sent and received the second time.
+        state: The names of the tensors of its state that differ at the end.
+    """
+
+    first: list[Message] | None
+    second: list[Message]
+    state: list[str]
+
+
+class JournaledTransport:
+    """Keeps a journal of the values on all channels, between :meth:`begin` and :meth:`take`.
+
+    A channel that has been opened before is the same channel again, because its other end stays open.
+
+    Args:
+        transport: The transport that carries the values.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport, self.is_ordered = transport, transport.is_ordered
+        self._senders: dict[tuple[int, int], JournaledSender] = {}
+        self._receivers: dict[tuple[int, int], JournaledReceiver] = {}
+        self._messages: list[Message] | None = None
+
+    def begin(self) -> None:
+        """Begin a new journal."""
+        self._messages = []
+
+    def take(self) -> list[Message] | None:
+        """Return the journal, and keep none from now on."""
+        messages, self._messages = self._messages, None
+        return messages
+
+    def note(self, way: Literal["sent", "received"], peer: int, tag: int, number: int, m: int, value: Any) -> None:
+        """Add a value, if there is a journal."""
+        if self._messages is not None:
+            self._messages.append(Message(way, peer, tag, number, m, fingerprint(value)))
+
+    def sender(self, peer: int, tag: int) -> "JournaledSender":
+        if (peer, tag) not in self._senders:
+            self._senders[peer, tag] = JournaledSender(self, self._transport.sender(peer, tag), peer, tag)
+        return self._senders[peer, tag]
+
+    def receiver(self, peer: int, tag: int) -> "JournaledReceiver":
+        if (peer, tag) not in self._receivers:
+            self._receivers[peer, tag] = JournaledReceiver(self, self._transport.receiver(peer, tag), peer, tag)
+        return self._receivers[peer, tag]
+
+    def fail(self) -> None:
+        self._transport.fail()
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    def let_go(self) -> None:
+        self._transport.let_go()
+
+    def close(self) -> None:
+        self._transport.close()
+
+
+class JournaledSender:
+    """Sends values to one peer; see :class:`~strategies.pipeline.transport.interface.OutChannel`."""
+
+    def __init__(self, journal: JournaledTransport, channel: OutChannel, peer: int, tag: int) -> None:
+        self._journal, self.channel, self._peer, self._tag = journal, channel, peer, tag
+        self.release: Callable[..., None] = channel.release
+        self.flush: Callable[..., None] = channel.flush
+
+    def send(self, value: Any, pass_number: int, microbatch: int, *, keep: int | None = None) -> bool:
+        self._journal.note("sent", self._peer, self._tag, pass_number, microbatch, value)
+        return self.channel.send(value, pass_number, microbatch, keep=keep)
+
+
+class JournaledReceiver:
+    """Receives the values of one peer; see :class:`~strategies.pipeline.transport.interface.InChannel`."""
+
+    def __init__(self, journal: JournaledTransport, channel: InChannel, peer: int, tag: int) -> None:
+        self._journal, self.channel, self._peer, self._tag = journal, channel, peer, tag
+
+    def begin(self, pass_number: int, microbatch: int) -> Arriving:
+        return Arrived(self.receive(pass_number, microbatch))
+
+    def receive(self, pass_number: int, microbatch: int) -> Any:
+        value = self.channel.receive(pass_number, microbatch)
+        self._journal.note("received", self._peer, self._tag, pass_number, microbatch, value)
+        return value
