@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from fnmatch import fnmatch
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -49,6 +50,12 @@ def test_links_and_references(page: Path) -> None:
     for test in re.findall(r"`(test_[\w*]+\.py)`", text):
         broken += [] if list((ROOT / "tests").glob(f"*/**/{test}")) else [test]
     assert not broken
+
+
+def test_the_table_of_parity_names_every_test_of_parity() -> None:
+    named = re.findall(r"`(test_[\w*]+\.py)`", (ROOT / "docs/parity.md").read_text())
+    files = [path.name for path in (ROOT / "tests/integration/parity").rglob("test_*.py")]
+    assert not [file for file in files if not any(fnmatch(file, name) for name in named)]
 
 
 def test_records_are_listed_and_exist_wherever_they_are_named() -> None:
