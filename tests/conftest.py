@@ -18,7 +18,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--data-plane",
         choices=["simulated", "simulated-serial", "nccl"],
-        help="what data_plane='auto' means in processes of the harness, where stages can use it; see tests/README.md",
+        help="what data_plane='auto' means in processes of the harness, where stages can use it",
     )
     parser.addoption(
         "--accelerator",

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
-# What ``trainer.Trainer(strategy=...)`` adds to Lightning's names: the name and the attribute of ``strategies``.
+# What ``Trainer(strategy=...)`` knows beside Lightning's names: the name and the attribute of ``strategies``. Under
+# Lightning's own Trainer, "ddp" stays Lightning's (``strategies.registry``).
 PLUGINS = {
     "ddp": "DDPStrategy",
     "rpc_sequential": "RPCSequentialStrategy",

@@ -301,7 +301,7 @@ class Rank0Watch:
     0 hosts the store, over a connection of which a thread of each other rank waits for that rank's key. If rank 0 dies,
     the connection closes. In ``teardown`` rank 0 sets the keys of all ranks, because it may end before them. Another
     rank sets its own key, because it may end before rank 0, and then waits for the thread: a thread that returned from
-    torch's wait while Python ends would abort the process (see decision record 120).
+    torch's wait while Python ends would abort the process (see decision record 027).
 
     If the user has started the process group on another store than a TCP store, or if there is one rank, nothing is
     watched.

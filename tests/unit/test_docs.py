@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from fnmatch import fnmatch
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -40,16 +41,35 @@ def _names_of(node: ast.stmt) -> set[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_and_references(page: Path) -> None:
     text = page.read_text()
-    is_record = page.parent.name == "decisions" and page.name[0].isdigit()  # tells of the code as it was
     broken = [link for link, _ in _LINK.findall(text) if not (page.parent / link).exists()]
-    for file, name in _REFERENCE.findall(text) if not is_record else ():
+    for file, name in _REFERENCE.findall(text):
         if not (ROOT / file).is_file():
             broken.append(file)
         elif name and name not in names_in(ROOT / file):
             broken.append(f"{file}:{name}")
-    for test in re.findall(r"`(test_[\w*]+\.py)`", text) if not is_record else ():
+    for test in re.findall(r"`(test_[\w*]+\.py)`", text):
         broken += [] if list((ROOT / "tests").glob(f"*/**/{test}")) else [test]
     assert not broken
+
+
+def test_the_table_of_parity_names_every_test_of_parity() -> None:
+    named = re.findall(r"`(test_[\w*]+\.py)`", (ROOT / "docs/parity.md").read_text())
+    files = [path.name for path in (ROOT / "tests/integration/parity").rglob("test_*.py")]
+    assert not [file for file in files if not any(fnmatch(file, name) for name in named)]
+
+
+def test_records_are_listed_and_exist_wherever_they_are_named() -> None:
+    records = {path.name[:3]: path.name for path in (ROOT / "docs/decisions").glob("[0-9]*.md")}
+    assert len(records) == len(list((ROOT / "docs/decisions").glob("[0-9]*.md"))), "a number is used twice"
+    index = (ROOT / "docs/decisions/README.md").read_text()
+    assert re.findall(r"^\| (\d{3}) \| \[.*?\]\((\S+?)\)", index, re.MULTILINE) == sorted(records.items())
+    named = re.compile(r"decisions/(\d{3})[\w-]*\.md|\b[Rr]ecords? \[?(\d{3})\b")
+    files = [
+        *PAGES,
+        *(file for room in ("strategies", "trainer", "tests", "benchmarks") for file in ROOT.glob(f"{room}/**/*.py")),
+    ]
+    numbers = {(file, page or text) for file in files for page, text in named.findall(file.read_text())}
+    assert not [(file, number) for file, number in numbers if number not in records]
 
 
 def test_options_are_those_of_the_docstrings() -> None:

@@ -8,7 +8,9 @@
     report.py     the outcomes as Markdown; pure
 
 ``python -m tests.faults.simulator --seed S --count N`` runs the seeds S to S + N - 1. The tests import this package,
-and so do the processes that it starts; it imports the test harness and the strategies.
+and so do the processes that it starts; it imports the test harness and the strategies. ``make faults`` runs 1,000 seeds
+and continues where it was interrupted; remove ``build/faults`` after a change of the code. A new option of a strategy,
+or a new kind of fault, is a line in a table of ``cases.py``, which leaves the cases of other seeds as they are.
 """
 
 import sys

@@ -19,7 +19,7 @@ from strategies import RPCSequentialStrategy
 ROOT = Path(strategies.__file__).parents[1]
 
 BOUNDS = {"gpipe": 16, "1f1b": 18}
-"""``docs/decisions/068-files-of-a-step.md`` says which they are."""
+"""``docs/decisions/121-one-loop.md`` says which they are."""
 
 
 class Net(LightningModule):
