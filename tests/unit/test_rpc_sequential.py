@@ -147,7 +147,7 @@ BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"schedule": "interleaved", "chunks_per_stage": 1}, "schedule='interleaved' has at least 2 chunks of layers per"),
     ({"schedule": "zbv", "chunks_per_stage": 3}, "schedule='zbv' has 2 chunks of layers per stage, got chunks_per_st"),
     ({"schedule": "zb-h1", "chunks_per_stage": 0}, "chunks_per_stage must be a whole number of at least 1, got 0."),
-    ({"schedule": "own.csv", "chunks_per_stage": 2}, "A table of one's own determines the chunks of layers, so leave"),
+    ({"schedule": "own.csv", "chunks_per_stage": 2}, "A custom table determines the chunks of layers, so leave"),
     ({"rpc_timeout_sec": 0}, "rpc_timeout_sec must be a finite number of seconds above 0, got 0."),
     ({"rpc_timeout_sec": -1.5}, "rpc_timeout_sec must be a finite number of seconds above 0, got -1.5."),
     ({"rpc_timeout_sec": float("nan")}, "rpc_timeout_sec must be a finite number of seconds above 0, got nan."),
