@@ -203,7 +203,7 @@ def test_the_balance_with_a_tensor_that_all_rows_share() -> None:
         ([1, 1], 2, "The provided balance sum: 2 does not match your Sequential length: 3"),
         ([1, 1, 1], 2, "The provided balance [1, 1, 1] is for 3 stages, but there are 2 devices. Give one number of"),
         ([3], 2, "The provided balance [3] is for 1 stages, but there are 2 devices."),
-        ([3, 0], 2, "The provided balance [3, 0] must consist of whole numbers above 0: no stage without a layer."),
+        ([3, 0], 2, "The provided balance [3, 0] must consist of whole numbers above 0: every stage needs a layer."),
         ([4, -1], 2, "The provided balance [4, -1] must consist of whole numbers above 0"),
         ([1.5, 1.5], 2, "balance must be a list, each item a whole number or 'even' or None, got [1.5, 1.5]"),
         ([], 2, "The provided balance sum: 0 does not match your Sequential length: 3"),
@@ -888,7 +888,7 @@ MISTAKES = {
     "balance=[1,2]": "The provided balance sum: 3 does not match your Sequential length: 7.",
     "balance=evn": "strategies.rpc_sequential.RPCSequentialStrategy: balance: expected 'even' or list[int] or null",
     "balance=[7]": "The provided balance [7] is for 1 stages, but there are 2 devices.",
-    "balance=[7,0]": "The provided balance [7, 0] must consist of whole numbers above 0: no stage without a layer.",
+    "balance=[7,0]": "The provided balance [7, 0] must consist of whole numbers above 0: every stage needs a layer.",
     "module=sequential": "GPT has no 'sequential', the nn.Sequential or nn.ModuleList to be pipelined; did you mean",
     "module=perplexity": "GPT.perplexity must be an nn.Sequential or an nn.ModuleList to be pipelined, but is a",
 }

@@ -137,8 +137,8 @@ class StateOfStages:
         foreign = [name for name in given if name.partition(".")[0] not in self._stages[i]._modules]
         if missing or foreign:
             raise RuntimeError(
-                f"{remote.description} gave a state that is not that of its layers: missing {missing}, "
-                f"unexpected {foreign}. No checkpoint can be made of it."
+                f"{remote.description} returned a state that does not match its layers: missing {missing}, "
+                f"unexpected {foreign}. It cannot be saved in a checkpoint."
             )
         return dict(shelved_tensors(part) if self._reads_late else part.values())
 
