@@ -180,7 +180,7 @@ def test_what_cannot_be_divided_by_rows_is_refused(others: dict[str, Any]) -> No
         "types": "MisconfigurationException: stage=3 sends the gradients of a block together, but blocks.1 of Changed",
         "compiled": "MisconfigurationException: blocks.1 is compiled",
         "not by element": "MisconfigurationException: Adafactor cannot be used under stage=3",
-        "kept": "MisconfigurationException: SGD has 39 parameters that are not among",
+        "kept": "MisconfigurationException: SGD has 39 parameters that are not divided",
         "no gradient": "RuntimeError: the backward pass gave no gradient to unused",
         "other blocks": "RuntimeError: the ranks have not run the same blocks of the model",
     }
