@@ -224,7 +224,7 @@ class Manual(Model):
     ("choices", "message"),
     [
         ({"schedules": ["1f2b"]}, r"Unknown schedule '1f2b'; did you mean '1f1b'\?"),
-        ({"schedules": "auto"}, "schedules names 'auto', but a plan compares the schedules that .* gpipe, 1f1b"),
+        ({"schedules": "auto"}, "schedules names 'auto', but a plan compares the schedules from which .* gpipe, 1f1b"),
         ({"schedules": []}, "schedules is empty"),
         ({"stages": 5}, "stages=5, but 'sequential_module' has 4 layers"),
         ({"stages": 1}, "stages must be whole numbers of at least 2, got 1"),
