@@ -168,7 +168,7 @@ def test_workers_that_do_not_reach_their_session(found: dict) -> None:
 def test_no_worker_is_replaced_without_a_driver(found: dict) -> None:
     said, _ = found["alone"]
     assert sessions(said) == ["1"] and said.endswith("status 1\n")
-    assert "rank 3: its worker was killed by signal 9, and its driver, process " in said and " is gone\n" in said
+    assert "rank 3: its worker was killed by signal 9, and its driver, process " in said and " has ended\n" in said
 
 
 @pytest.mark.slow

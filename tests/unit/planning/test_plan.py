@@ -468,7 +468,9 @@ def test_snapshots_are_noted_with_their_size() -> None:
     size = (
         2 * 4 * (BLOCKS + 1) * LAYER_BYTES / 2**20
     )  # two copies of the parameters, their gradients and AdamW's two states
-    assert note.startswith(f"max_restarts takes {size:.1f} MiB of memory that is not in these figures")
+    assert note.startswith(
+        f"max_restarts takes {size:.1f} MiB of memory on all processes together, which is not in these figures"
+    )
 
 
 class Slow(Model):
