@@ -217,7 +217,7 @@ def test_a_send_must_not_be_posted_before_its_tensor_is_computed(links: Two) -> 
 )
 def test_values_must_follow_one_another(links: Two, tensor: Tensor) -> None:
     with pytest.raises(
-        ValueError, match=r"stage 0 sends stage 1 a tensor .* are not contiguous in memory .*contiguous"
+        ValueError, match=r"stage 0 sends stage 1 a tensor .* are not contiguous in memory.* Send tensor.contiguous"
     ):
         links[0].links[THERE].send([tensor])
 
