@@ -1,7 +1,7 @@
 """A GPT with a large vocabulary on two stages: the step under the balance found, and under every other balance.
 
 The embedding, the head and the loss run on the driver, which also runs the last stage. Each run is a short ``fit`` with
-processes of its own. The balances take turns, in another order each round, because the speed of a machine varies.
+separate processes. The balances alternate, in a different order each round, because the speed of a machine varies.
 """
 
 import gc

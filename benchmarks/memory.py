@@ -1,6 +1,6 @@
 """Peak memory of every process of a pipeline, compared with what its stage needs, and the time until it trains.
 
-Each run has a driver of its own, a new process, so that its memory before the model exists is known. Peaks are
+Each run has a new driver process, so that its memory before the model exists is known. Peaks are
 ``VmHWM`` less that value; the peak is reset at the end of each phase, so a phase that needs more than the others shows.
 """
 

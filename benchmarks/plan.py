@@ -151,7 +151,7 @@ def be_quiet() -> None:
 
 
 class Planner:
-    """Plans a model, in a process of its own."""
+    """Plans a model in a separate process."""
 
     def __init__(self, number: int, name: str, tiny: bool) -> None:
         be_quiet()

@@ -1,6 +1,6 @@
 """``rebalance="auto"``: a busy process shares the core of a stage from the middle of an epoch on.
 
-Two stages of one thread, each pinned to a core of its own. With and without rebalancing in turns.
+Two stages of one thread, each pinned to a separate core. Runs with and without rebalancing alternate.
 """
 
 import io
@@ -77,7 +77,7 @@ class Disturbance(Callback):
         self._busy: list[subprocess.Popen[bytes]] = []
         self._since = 0.0, 0.0
         self.waited = 0.0
-        """The share of the time since the middle of that epoch in which others used the driver's core."""
+        """The share of the time since the middle of that epoch in which other processes used the driver's core."""
 
     def on_train_batch_start(self, trainer: Any, model: Any, batch: Any, batch_idx: int) -> None:
         now, epoch = perf_counter(), trainer.current_epoch
@@ -118,7 +118,7 @@ class Disturbance(Callback):
 
 
 def run_delay_seconds() -> float:
-    """Return for how long this thread could have run so far, but others used its core; 0 where Linux does not tell."""
+    """Return for how long this thread waited for its core so far; 0 if Linux does not report it."""
     try:
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     except OSError:

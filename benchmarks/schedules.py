@@ -21,7 +21,7 @@ NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "v-half", "auto")
 
 
 class Contest:
-    """The schedules, and what measures the costs of their actions, each in processes of its own."""
+    """The schedules, and the measurement of the costs of their actions, each in separate processes."""
 
     def __init__(self, shape: Shape, names: Sequence[str]) -> None:
         self.go = multiprocessing.get_context("spawn").Event()

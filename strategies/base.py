@@ -1,6 +1,6 @@
 """The contract of Relay's strategies, on top of Lightning's ``Strategy``.
 
-A plug-in names this class first and the Lightning strategy that it builds on second::
+A plug-in inherits from this class first and from a Lightning strategy second::
 
     class DDPStrategy(StrategyPlugin, pytorch_lightning.strategies.DDPStrategy): ...
     class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy): ...  # which is a ParallelStrategy
@@ -10,8 +10,8 @@ The contract is the seven abstract methods of :class:`StrategyPlugin`, in the or
     setup_environment ─▶ setup ─▶ { pre_backward ─▶ post_optimizer_step }* ─▶ save_checkpoint ─▶ teardown
                                     barrier, at any time
 
-Each plug-in overrides all seven and documents what it does there. The bodies in this module do what is the same for
-all strategies and then call Lightning's method, which a plug-in reaches by ``super()``.
+Each plug-in overrides all seven methods and documents what it does in each. The bodies in this module contain what all
+strategies share, and then call Lightning's method. A plug-in calls them with ``super()``.
 """
 
 from abc import abstractmethod
@@ -58,25 +58,24 @@ from strategies.optim.restricted import check_optimizer_states, parameters_of
 
 
 class StrategyPlugin(Strategy):
-    """The methods that every strategy of Relay implements, and what all of them do alike.
+    """The methods that every strategy of Relay implements, and the code that all strategies share.
 
-    ``post_optimizer_step`` is called by a hook on the user's own optimizer objects, because Lightning's
-    ``Strategy.optimizer_step`` is bypassed by a ``LightningModule`` that calls
-    ``self.optimizers(use_pl_optimizer=False).step()``.
+    A hook on the user's optimizer objects calls ``post_optimizer_step``. Lightning's ``Strategy.optimizer_step`` does
+    not suffice: a ``LightningModule`` bypasses it with ``self.optimizers(use_pl_optimizer=False).step()``.
 
-    This class has no constructor, so that the command line sees the arguments of each strategy as they are. A plug-in
-    sets ``_state_dict_type`` and ``_async_save`` in its own.
+    This class has no constructor, so the command line sees the arguments of each strategy. The constructor of a plug-in
+    sets ``_state_dict_type`` and ``_async_save``.
     """
 
     _state_dict_type = "full"
-    """The form of checkpoints: ``"full"``, one file, or ``"sharded"``, a directory."""
+    """The format of checkpoints: ``"full"`` (one file) or ``"sharded"`` (a directory)."""
     _async_save = False
     """Whether checkpoints are written in the background, from a copy in host memory."""
-    _writer = Writer()  # in the background only within a run, so that no error is lost
+    _writer = Writer()  # a background writer exists only during a run, so that no error is lost
     _shards: Path | None = None
-    """Directory of the values that have not been read of the checkpoint that is being loaded."""
+    """Directory with the values of the checkpoint being loaded that have not been read yet."""
     _timeout: timedelta | None = None
-    """Time limit of operations of the process group."""
+    """Time limit for operations of the process group."""
     _undo_step_hooks: tuple[Callable[[], None], ...] = ()
     """Functions that remove the step hooks of the optimizers."""
     _rank_0_watch: Rank0Watch | None = None
@@ -87,10 +86,10 @@ class StrategyPlugin(Strategy):
         super().__init_subclass__(**kwargs)
         if "__init__" in vars(cls) and cls.__module__.partition(".")[0] == __name__.partition(".")[0]:
             own = cast(Any, cls)
-            own.__init__ = checked(own.__init__)  # of Relay's strategies; a user's subclass takes any arguments
+            own.__init__ = checked(own.__init__)  # Relay's strategies only; a user's subclass takes any arguments
 
     def __repr__(self) -> str:
-        # The Trainer of the other package refuses the strategy by a message with nothing but this about it.
+        # A Trainer of the other Lightning package refuses the strategy, and its message shows only this text.
         cls, other = type(self), other_package()
         order = "" if other is None else f", which was imported before {other}"
         return f"<{cls.__module__}.{cls.__qualname__} of {PACKAGE}{order}>"
@@ -101,7 +100,7 @@ class StrategyPlugin(Strategy):
     def setup_environment(self) -> None:
         """Start what the run needs before the model is set up, such as process groups.
 
-        From here on, every other rank ends when rank 0 does.
+        From here on, all other ranks end when rank 0 ends.
         """
         model = self.lightning_module
         trainer = None if model is None else model.trainer
@@ -135,20 +134,20 @@ class StrategyPlugin(Strategy):
 
     @abstractmethod
     def barrier(self, name: str | None = None) -> None:
-        """Return when every process of the strategy has called this; ``name`` is only for error messages."""
-        cast(Any, super()).barrier(name)  # abstract in Lightning's Strategy, concrete in the one behind this class
+        """Wait until every process of the strategy has called this; ``name`` appears in error messages only."""
+        cast(Any, super()).barrier(name)  # abstract in Lightning's Strategy, but not in the plug-in's second base class
 
     @abstractmethod
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Prepare a backward pass. Called with the loss, a scalar, before each backward pass."""
+        """Prepare a backward pass. Lightning calls this before each backward pass, with the loss, a scalar."""
         super().pre_backward(closure_loss)
 
     @abstractmethod
     def post_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Follow a step of ``optimizer``, one of the objects that ``configure_optimizers`` returned.
+        """Run after a step of ``optimizer``, one of the objects that ``configure_optimizers`` returned.
 
-        Called after each step under automatic and manual optimization, also when the user steps the bare optimizer.
-        A step that a gradient scaler skips does not count.
+        Runs after each step under automatic and manual optimization, also when the user steps the optimizer directly.
+        It does not run for a step that a gradient scaler skips.
         """
 
     @abstractmethod
@@ -157,15 +156,16 @@ class StrategyPlugin(Strategy):
     ) -> None:
         """Write one complete checkpoint, whichever processes hold the state. Every process calls this.
 
-        With ``async_save``, and within a run, a thread writes a copy of the checkpoint while training continues.
+        With ``async_save``, a thread writes a copy of the checkpoint during a run while training continues.
 
         Args:
-            checkpoint: What Lightning has collected by ``lightning_module_state_dict`` and ``optimizer_state``.
+            checkpoint: The checkpoint that Lightning collected with ``lightning_module_state_dict`` and
+                ``optimizer_state``.
             filepath: The file, or the directory of a sharded checkpoint.
             storage_options: Passed to the ``CheckpointIO``; not supported for sharded checkpoints.
 
         Raises:
-            Exception: With ``async_save`` also the error of the checkpoint before.
+            Exception: With ``async_save``, also the error of the previous checkpoint.
         """
         if self._state_dict_type == "sharded":
             if storage_options is not None:
@@ -178,16 +178,16 @@ class StrategyPlugin(Strategy):
         elif not self._writer.in_background:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif self.is_global_zero:
-            self._writer.wait()  # before there is another copy
+            self._writer.wait()  # so that there is only one copy at a time
             copy = snapshot(checkpoint, self._private_tensors())
             self._writer.save(partial(self.checkpoint_io.save_checkpoint, copy, filepath, storage_options))
 
     @abstractmethod
     def teardown(self) -> None:
-        """End what ``setup_environment`` and ``setup`` have started.
+        """End what ``setup_environment`` and ``setup`` started.
 
-        Can be called at any point of the set-up. After an error or an interrupt, errors in here become warnings, so
-        that the user sees the first one.
+        Can be called at any point of the set-up. After an error or an interrupt, errors of the teardown become
+        warnings, so that the user sees the first error.
         """
         self._remove_step_hooks()
         if self._rank_0_watch is not None:
@@ -205,18 +205,18 @@ class StrategyPlugin(Strategy):
             super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Record a process group that has lost a connection, so that no later call waits in it."""
+        """If the process group has lost a connection, record this, so that no later call waits for the group."""
         note_lost_connection(exception)
         super().on_exception(exception)
 
     def _has_failed(self) -> bool:
-        """Whether an error has ended the run, so that errors of its teardown must not mask it."""
+        """Whether an error has ended the run. Errors of its teardown must not hide that error."""
         model = self.lightning_module
-        trainer = None if model is None else trainer_of(model)  # which has not got there if a launcher refuses to run
+        trainer = None if model is None else trainer_of(model)  # none if the launcher refused to run
         return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
 
     def _end_writer(self, *, is_first: bool) -> None:
-        """Wait for the checkpoint that is being written; its error is a warning unless it is the first one."""
+        """Wait for the checkpoint being written. Its error becomes a warning unless it ``is_first``."""
         writer, self._writer = self._writer, Writer()
         try:
             writer.end()
@@ -228,7 +228,7 @@ class StrategyPlugin(Strategy):
     # Start-up
 
     def _configure_launcher(self) -> None:
-        # Called when the Trainer is built: the environment is known, and no process has been started.
+        # The Trainer's constructor calls this: the environment is known, and no process has been started.
         ranks, start_method = cast(Any, self), start_method_of(self)
         check_backend(given_backend_of(self))
         if hasattr(self, "cluster_environment"):
@@ -240,13 +240,13 @@ class StrategyPlugin(Strategy):
 
     def _set_optimizers(self, optimizers: list[Optimizer]) -> None:
         vars(Strategy)["optimizers"].__set__(self, optimizers)
-        # Lightning assigns the same list twice in a set-up, and a user may keep an optimizer over several fits.
+        # Lightning assigns the same list twice during set-up, and a user may keep an optimizer for several fits.
         self._remove_step_hooks()
         own = {id(optimizer): optimizer for optimizer in map(unwrapped, optimizers) if not is_stand_in(optimizer)}
         self._undo_step_hooks = tuple(after_steps(optimizer, self.post_optimizer_step) for optimizer in own.values())
 
     optimizers: list[Optimizer] = vars(Strategy)["optimizers"].setter(_set_optimizers)
-    """The user's optimizers. Assigning them, as Lightning does in ``setup``, adds the hook on each."""
+    """The user's optimizers. Lightning assigns them in ``setup``; the assignment adds the step hook to each."""
 
     def _remove_step_hooks(self) -> None:
         for undo in self._undo_step_hooks:
@@ -254,14 +254,15 @@ class StrategyPlugin(Strategy):
         self._undo_step_hooks = ()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, optimizer: Optimizer | None = None) -> Tensor:
-        """Scale the gradients so that their total norm, over all processes, is at most ``max_norm``.
+        """Scale the gradients so that their total norm over all processes is at most ``max_norm``.
 
-        For an overridden ``configure_gradient_clipping``; equals ``torch.nn.utils.clip_grad_norm_`` in one process.
+        Call this from an overridden ``configure_gradient_clipping``. The result equals that of
+        ``torch.nn.utils.clip_grad_norm_`` in one process.
 
         Args:
-            max_norm: The largest total norm.
+            max_norm: The maximum total norm.
             norm_type: The p of the p-norm; may be ``inf``.
-            optimizer: The optimizer whose parameters are clipped; may be left out if there is only one.
+            optimizer: The optimizer whose parameters are clipped. Required if there are several optimizers.
 
         Returns:
             The total norm before clipping, a scalar.
@@ -281,33 +282,33 @@ class StrategyPlugin(Strategy):
         return clip(unwrapped(optimizer), float(max_norm), float(norm_type))
 
     def _clipping(self) -> Callable[[Optimizer, float, float], Tensor]:
-        """The function that clips the gradients of an optimizer; by default, this process holds all of them."""
+        """The function that clips the gradients of an optimizer. By default, this process holds all gradients."""
         return lambda optimizer, *norm: torch.nn.utils.clip_grad_norm_(parameters_of(optimizer), *norm)
 
     # Checkpoints
 
     def _save_sharded(self, checkpoint: dict[str, Any], path: Path) -> None:
-        """Write a sharded checkpoint; by default, this process holds all of it. Every process calls this."""
+        """Write a sharded checkpoint. Every process calls this. By default, this process holds the whole checkpoint."""
         if self._writer.in_background:
             self._writer.wait()
             checkpoint = snapshot(checkpoint)
         self._writer.save(partial(save_sharded, checkpoint, path))
 
     def _private_tensors(self) -> list[Tensor]:
-        """Tensors gathered for the next checkpoint to which nothing else refers, so that a copy may share them."""
+        """Tensors gathered for the next checkpoint. Nothing else refers to them, so a snapshot does not copy them."""
         return []
 
     def remove_checkpoint(self, filepath: str | Any) -> None:
-        """Remove a checkpoint, once the one being written is complete."""
+        """Remove a checkpoint as soon as the checkpoint being written is complete."""
         self._writer.after_saving(partial(super().remove_checkpoint, filepath))
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """The user's ``CheckpointIO``; otherwise one that replaces files atomically."""
+        """The user's ``CheckpointIO``, or by default one that replaces files atomically."""
         if self._checkpoint_io is None:
             self._checkpoint_io = AtomicCheckpointIO()
         elif isinstance(self._checkpoint_io, WrappingCheckpointIO):
-            self._checkpoint_io.checkpoint_io = AtomicCheckpointIO()  # has no effect if it wraps one of the user's
+            self._checkpoint_io.checkpoint_io = AtomicCheckpointIO()  # no effect if it wraps a CheckpointIO of the user
         return self._checkpoint_io
 
     @checkpoint_io.setter
@@ -315,11 +316,11 @@ class StrategyPlugin(Strategy):
         self._checkpoint_io = io
 
     def load_checkpoint(self, checkpoint_path: str | Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint, a file or a directory. Every process calls this, and gets what it needs of it."""
+        """Read a checkpoint, a file or a directory. Every process calls this and gets the part that it needs."""
         self._shards = None
         if self._writer.in_background:
             try:
-                self._writer.wait()  # it may be the checkpoint that is being written
+                self._writer.wait()  # the checkpoint to load may be the one being written
             finally:
                 self.barrier("load_checkpoint")  # only the first rank waits for the file
         local = local_path(checkpoint_path)
@@ -328,15 +329,15 @@ class StrategyPlugin(Strategy):
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     def _load_sharded(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
-        """Read a sharded checkpoint; by default all of it."""
+        """Read a sharded checkpoint. By default, this process reads the whole checkpoint."""
         return load_sharded(path, weights_only=weights_only)[0]
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights of a checkpoint, all or none, in the precision in which the model trains.
 
         Raises:
-            RuntimeError: If names or shapes are not those of the model, which is left unchanged. A model with a
-                ``load_state_dict`` of its own is not checked.
+            RuntimeError: If names or shapes differ from those of the model. The model is then unchanged. A model that
+                overrides ``load_state_dict`` is not checked.
         """
         convert_model(self)
         assert self.lightning_module is not None
@@ -353,7 +354,7 @@ class StrategyPlugin(Strategy):
         """Load the optimizer states of a checkpoint, all or none.
 
         Raises:
-            ValueError: If they belong to other optimizers than those of the model.
+            ValueError: If the states do not belong to the optimizers of the model.
         """
         check_optimizer_states([unwrapped(own) for own in self.optimizers], checkpoint["optimizer_states"])
         super().load_optimizer_state_dict(checkpoint)

@@ -1,6 +1,6 @@
 """``Trainer``: Lightning's ``Trainer`` with Relay's strategies, exact resumption, and a command line.
 
-``trainer`` holds the class, ``monitor`` the callback ``PipelineMonitor``, ``plan_report`` what ``Trainer.plan`` says,
+``trainer`` holds the class, ``monitor`` the callback ``PipelineMonitor``, ``plan_report`` the text of ``Trainer.plan``,
 ``verification`` compares a strategy with one process, ``cli`` is the command line ``python -m trainer``, ``resume`` the
 exact resumption of a run, ``report`` the page that shows one. In: arguments, or a configuration. Out: a run of a
 strategy. May import ``strategies``.

@@ -4,8 +4,8 @@
     on_train_batch_end   ── stop recording  ──▶ every process
     next on_train_batch_end  ◀── records ──  scalars, progress bar, picture, trace
 
-The records of a step are taken at the end of the next one: by then every stage has handed them over, so no stage waits.
-What the pipeline is, and when training began, was repaired, was saved and ended, goes to ``pipeline/events.jsonl``.
+The records of a step are taken at the end of the next step: by then every stage has sent them, so no stage waits. A
+description of the pipeline, and the times of its start, repairs, checkpoints and end, go to ``pipeline/events.jsonl``.
 """
 
 import json
@@ -55,12 +55,12 @@ _OWN_FILES = re.compile(r"events\.jsonl|step-\d+\.(svg|trace\.json)")
 
 @dataclass
 class _RecordedStep:
-    """A step that is recorded.
+    """A recorded step.
 
     Attributes:
         number: The number of the step in loggers.
-        recording: What each process did.
-        end: When the driver had done it.
+        recording: The recording of all processes.
+        end: When the driver had ended the step.
     """
 
     number: int
@@ -70,11 +70,11 @@ class _RecordedStep:
 
 @dataclass
 class _Told:
-    """What has been told of a balance.
+    """The messages about a balance so far.
 
     Attributes:
-        gain: The largest share of a step's time that another one was predicted to save; 0 if none was named.
-        slow: The processes that were called slow.
+        gain: The largest share of a step's time that another balance was predicted to save; 0 without a prediction.
+        slow: The processes that were reported as slow.
     """
 
     gain: float = 0.0
@@ -84,37 +84,37 @@ class _Told:
 class PipelineMonitor(Callback):
     """Shows what every stage of a pipeline does: in the progress bar, in loggers, as pictures and as traces.
 
-    Every ``every_n_steps``-th step of ``fit`` is recorded. Of such a step,
+    Every ``every_n_steps``-th step of ``fit`` is recorded. For such a step,
 
-    * loggers get the time that each stage spent in each part of the step, its memory, the measured bubble, and the one
-      that the schedule predicts for actions that take as long as they did on average;
-    * the progress bar shows which share of the passes each stage had work: ``use=83|91%``, the driver last;
+    * loggers get the time that each stage spent in each part of the step, its memory, the measured bubble, and the
+      bubble that the schedule predicts for the mean measured time of each action;
+    * the progress bar shows the share of the passes in which each stage had work: ``use=83|91%``, with the driver last;
     * a picture of the measured and the predicted timetable goes to ``pipeline/step-N.svg`` in the run's folder, and to
       TensorBoard if that is a logger.
 
-    If :data:`STEPS_TO_ASSESS` recorded steps say that another balance would save more than :data:`WORTH_TELLING` of a
-    step, or that one process takes much longer than others for layers of the same kind, one line says so: which process
-    the others wait for, and the better balance with its predicted time. It is said again only if it gets much worse.
+    If :data:`STEPS_TO_ASSESS` recorded steps show that another balance would save more than :data:`WORTH_TELLING` of a
+    step, or that one process is much slower than other processes for layers of the same kind, the monitor prints one
+    line. It names the process that other processes wait for, and the better balance with its predicted time. The line
+    is repeated only if the imbalance gets much worse.
 
-    Of the steps in ``trace_steps``, also ``pipeline/step-N.trace.json`` is written, which Perfetto
-    (https://ui.perfetto.dev) and ``chrome://tracing`` show. Steps are counted from 0 and as Lightning counts them for
-    ``self.log``: training batches over all epochs, of accumulated batches the last one. With several replicas, the
-    first one is recorded.
+    For the steps in ``trace_steps``, the monitor also writes ``pipeline/step-N.trace.json``, which Perfetto
+    (https://ui.perfetto.dev) and ``chrome://tracing`` show. Steps are counted from 0, as Lightning counts them for
+    ``self.log``: training batches over all epochs; for accumulated batches, the last one. With several replicas, the
+    first replica is recorded.
 
     ``pipeline/events.jsonl`` gets a line for each event: ``start`` (with balance, layers, schedule and number of
     micro-batches), ``rebalance`` (the same, after layers have moved), ``imbalance`` (the line), ``checkpoint``,
     ``repair`` (of a lost worker, by ``max_restarts``), ``end`` and ``error``, with the time, the epoch and the step. If
-    training begins at step 0, what an earlier run has left in the folder moves to ``pipeline/earlier-1`` and so on.
+    training begins at step 0, files of an earlier run in the folder move to ``pipeline/earlier-1`` and so on.
 
     Args:
-        every_n_steps: Record a step in so many.
-        trace_steps: Numbers of steps of which a trace is written.
-        dirpath: Where the folder ``pipeline`` is made; by default the logger's folder of this run, or
+        every_n_steps: The interval of recorded steps.
+        trace_steps: Numbers of the steps for which a trace is written.
+        dirpath: The parent of the folder ``pipeline``; by default the logger's folder of this run, or
             ``default_root_dir`` if there is no logger.
 
     Raises:
-        MisconfigurationException: If a number is wrong; in ``fit``, if the strategy is another one than
-            ``RPCSequentialStrategy``.
+        MisconfigurationException: If a number is wrong; in ``fit``, if the strategy is not ``RPCSequentialStrategy``.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class PipelineMonitor(Callback):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find the run's folder, and forget an earlier run, which an error may have ended without ``teardown``."""
+        """Find the run's folder, and forget an earlier run, which may have ended with an error before ``teardown``."""
         self._forget()
         self._folder = Path(self._dirpath or trainer.log_dir or trainer.default_root_dir) / "pipeline"
         if (bar := trainer.progress_bar_callback) is not None:
@@ -166,7 +166,7 @@ class PipelineMonitor(Callback):
         self._note(trainer, "start", **_described(pipeline))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Start to record, if it is this step's turn."""
+        """Start to record, if this step is one of the recorded steps."""
         number = logged_step(trainer)
         if (number + 1) % self.every_n_steps and number not in self.trace_steps:
             return
@@ -178,7 +178,7 @@ class PipelineMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Report the recorded step before this one, and stop to record this one."""
+        """Report the previous recorded step, and stop recording this step."""
         self._note_repairs(trainer)
         if (pipeline := _pipeline_of(trainer)).balance != self._balance:
             before, self._balance = self._balance, pipeline.balance
@@ -191,7 +191,7 @@ class PipelineMonitor(Callback):
             self._waiting, self._current = self._current, None
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Report the last recorded step, while its stages still run."""
+        """Report the last recorded step while the stages still run."""
         if self._waiting is not None:
             self._report(trainer)
         self._note_repairs(trainer)
@@ -199,12 +199,12 @@ class PipelineMonitor(Callback):
         self._is_training = False
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Note that a checkpoint is written."""
+        """Record the event of a checkpoint."""
         if self._is_training:
             self._note(trainer, "checkpoint")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Note the error with which training ended."""
+        """Record the error with which training ended."""
         if self._is_training:
             self._note_repairs(trainer)
             told = str(exception).strip().partition("\n")[0]
@@ -212,7 +212,7 @@ class PipelineMonitor(Callback):
         self._is_training = False
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Note the last repairs, and forget what has not been reported."""
+        """Record the last repairs, and forget steps that have not been reported."""
         if stage == TrainerFn.FITTING and self._folder != Path():
             self._note_repairs(trainer)
         self._forget()
@@ -232,7 +232,7 @@ class PipelineMonitor(Callback):
         assert step is not None
         pipeline = _pipeline_of(trainer)
         if (recorded := step.recording.take()) is None:
-            return  # a worker was lost, and its records with it
+            return  # a worker was lost with its records
         rows = self._on_one_clock(pipeline, recorded)
         names = [*(f"stage {i}" for i in range(len(rows) - 1)), "driver"]
         if step.number in self.trace_steps:
@@ -270,7 +270,7 @@ class PipelineMonitor(Callback):
         rows: Sequence[Sequence[Record]],
         names: Sequence[str],
     ) -> None:
-        """Tell if another balance would be faster, or if a process is slow, unless this has been told."""
+        """Print a line if another balance would be faster or if a process is slow, unless this has been reported."""
         pipeline = _pipeline_of(trainer)
         settings, balance = pipeline.settings, pipeline.balance
         if len(pipeline.stages) < 2 or not settings.pipelined_backward or step.recording.balance != balance:
@@ -294,7 +294,7 @@ class PipelineMonitor(Callback):
             rank_zero_info(f"PipelineMonitor: {line}")
 
     def _on_one_clock(self, pipeline: Pipeline, recorded: Sequence[Recorded]) -> list[list[Record]]:
-        """Return the records of each process with times of the driver's clock."""
+        """Return the records of each process with times on the driver's clock."""
         if self._clocks is None or self._clocks[0] is not pipeline.remotes:
             self._clocks = pipeline.remotes, [Clock(remote) for remote in pipeline.remotes]
         with pipeline.failures.explained():
@@ -328,7 +328,7 @@ class PipelineMonitor(Callback):
         (self._folder / name).write_text(text)
 
     def _put_away(self) -> None:
-        """Move what an earlier run has left in the folder to a folder of its own."""
+        """Move the files of an earlier run in the folder to a separate folder."""
         left = [path for path in self._folder.glob("*") if path.is_file() and _OWN_FILES.fullmatch(path.name)]
         if left:
             number = next(n for n in count(1) if not (self._folder / f"earlier-{n}").exists())
@@ -337,7 +337,7 @@ class PipelineMonitor(Callback):
                 path.rename(folder / path.name)
 
     def _note_repairs(self, trainer: Trainer) -> None:
-        """Note the lost workers that have been repaired since the last time."""
+        """Record the repairs of lost workers since the last call."""
         repairs = cast(RPCSequentialStrategy, trainer.strategy).repairs
         for each in repairs[self._num_repairs :]:
             lost, seconds = each.lost.partition("\n")[0], round(each.seconds, 2)
@@ -360,7 +360,7 @@ def _pipeline_of(trainer: Trainer) -> Pipeline:
 
 
 def _described(pipeline: Pipeline) -> dict[str, Any]:
-    """Return what a pipeline is, for the file of events."""
+    """Return a description of a pipeline for the file of events."""
     schedule = pipeline.settings.schedule
     return {
         "schedule": schedule if isinstance(schedule, str) else getattr(schedule, "__qualname__", str(schedule)),
@@ -388,7 +388,7 @@ def _described(pipeline: Pipeline) -> dict[str, Any]:
 
 
 def _predicted(pipeline: Pipeline, rows: Sequence[Sequence[Record]], measured: Simulation) -> Simulation | None:
-    """Return the simulation of a pass with its measured costs; ``None`` if its table is not what ran."""
+    """Return the simulation of a pass with its measured costs; ``None`` if the pass did not run its table."""
     settings = pipeline.settings
     if not settings.pipelined_backward:
         return None  # the backward passes of all micro-batches were one action

@@ -1,4 +1,4 @@
-"""What ``Trainer.plan`` says: a table for terminals, the best row as YAML, everything as JSON, and a picture.
+"""The output of ``Trainer.plan``: a table for terminals, the best row as YAML, everything as JSON, and a picture.
 
 In: a :class:`~strategies.planning.plan.PlanTable`. Out: text and files. Imports ``rich`` when it prints.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _MEBI = 2**20
 _WIDTH = 132
-"""The width of the whole table, which is written where the output is no terminal."""
+"""The width of the whole table, which is written if the output is not a terminal."""
 
 
 def strategy_block(table: "PlanTable", row: "PlanRow") -> dict[str, Any]:
@@ -36,7 +36,7 @@ def strategy_block(table: "PlanTable", row: "PlanRow") -> dict[str, Any]:
     if least < most:
         arguments["chunks_per_stage"] = row.chunks_per_stage
     elif options.settings.chunks_per_stage is not None:
-        arguments["chunks_per_stage"] = None  # replaces the one of the configuration that was planned
+        arguments["chunks_per_stage"] = None  # overrides the value in the planned configuration
     if table.path != "sequential_module" or options.path is not None:
         arguments["module"] = table.path
     arguments |= dict.fromkeys(options.only_auto)
@@ -64,7 +64,7 @@ def yaml_of(table: "PlanTable", row: "PlanRow") -> str:
 
 
 def why_best(table: "PlanTable") -> str:
-    """Return a line that names the best row, and why it is the best."""
+    """Return a line that names the best row and explains why it is the best."""
     row = table.best
     chunks = f" with {row.chunks_per_stage} chunks per stage" if row.chunks_per_stage > 1 else ""
     line = (
@@ -91,7 +91,7 @@ def why_best(table: "PlanTable") -> str:
 
 
 def as_dict(table: "PlanTable") -> dict[str, Any]:
-    """Return the whole plan as numbers, texts and lists."""
+    """Return the whole plan as numbers, strings and lists."""
     return {
         "module": table.path,
         "layers": table.layers,
@@ -142,7 +142,7 @@ def check_path(name: str, path: str | os.PathLike[str] | None, ending: str) -> N
     """Check that a file can be written, before anything is measured.
 
     Raises:
-        MisconfigurationException: If its folder does not exist, if it is a folder, or if it has another ending.
+        MisconfigurationException: If its folder does not exist, if it is a folder, or if its suffix is wrong.
     """
     if path is None:
         return
@@ -158,7 +158,7 @@ def check_path(name: str, path: str | os.PathLike[str] | None, ending: str) -> N
 def report(
     table: "PlanTable", *, json: str | os.PathLike[str] | None = None, picture: str | os.PathLike[str] | None = None
 ) -> None:
-    """Print the plan, and write the files that are asked for."""
+    """Print the plan, and write the requested files."""
     print_plan(table)
     if json is not None:
         write_json(table, json)
@@ -190,12 +190,12 @@ def write_picture(table: "PlanTable", path: str | os.PathLike[str]) -> None:
 
 
 def names_of(row: "PlanRow") -> list[str]:
-    """Return the names of the processes of a row; the driver is the last one."""
+    """Return the names of the processes of a row, with the driver last."""
     return [*(f"stage {i}" for i in range(row.stages - 1)), "driver"]
 
 
 def print_plan(table: "PlanTable") -> None:
-    """Print the plan: all rows, those of a number of stages together and the fastest first, the best row, its YAML."""
+    """Print all rows, grouped by number of stages with the fastest first, and the best row with its YAML."""
     from rich import box
     from rich.console import Console
     from rich.table import Table

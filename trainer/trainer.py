@@ -63,7 +63,7 @@ def _checked(original: _Run) -> _Run:
 
 
 def _is_training(trainer: pl.Trainer) -> bool:
-    """Return whether a Trainer trains, which Lightning asks a dozen times a step; it compares enumerations as text."""
+    """Return whether a Trainer trains. Lightning reads this a dozen times per step, and compares enums as text."""
     stage = trainer.state.stage
     return stage is RunningStage.TRAINING or stage == RunningStage.TRAINING
 
@@ -72,8 +72,7 @@ class Trainer(pl.Trainer):
     """Lightning's ``Trainer`` with the same arguments, whose ``strategy`` also takes Relay's names.
 
     It is a subclass of ``lightning.pytorch.Trainer`` if ``lightning`` has been imported first, and otherwise of
-    ``pytorch_lightning.Trainer``. Modules, data modules, callbacks and whatever else it is given must be of the same
-    package.
+    ``pytorch_lightning.Trainer``. Modules, data modules, callbacks and all other objects must be of the same package.
 
     A run that is resumed with ``fit(ckpt_path=...)`` continues with the batch, random numbers and metrics that would
     have come next, also in the middle of an epoch (:mod:`trainer.resume`).
@@ -140,17 +139,17 @@ class Trainer(pl.Trainer):
     ) -> "PlanTable":
         """Predict time and memory of ways to run a model as a pipeline, without training it, and print them.
 
-        The model is measured in this process: ``training_step`` on a batch of the data, else ``forward`` on
-        ``example_input_array``. No process is started, and the model is left unchanged. The strategy must be
-        ``"rpc_sequential"``; its other settings (``balance``, ``checkpoint``, ``module``, ...) hold for every row.
+        The model is measured in this process: ``training_step`` on a batch of the data, or otherwise ``forward`` on
+        ``example_input_array``. No process is started, and the model does not change. The strategy must be
+        ``"rpc_sequential"``. Its other settings (``balance``, ``checkpoint``, ``module``, ...) apply to every row.
 
         Args:
             model: The model.
-            datamodule: Gives the batches of training: a ``LightningDataModule``, or a loader.
+            datamodule: The source of training batches: a ``LightningDataModule``, or a loader.
             stages: Numbers of processes. Default: the Trainer's devices, at least 2.
             microbatches: Numbers of micro-batches. Default: the powers of two from 2 to 32 that divide the rows.
             schedules: Names of schedules. Default: all that the model allows.
-            memory_limit_bytes: What a process may hold; rows that need more are marked. Default: no limit.
+            memory_limit_bytes: Maximum memory of a process. Rows that need more are marked. Default: no limit.
             json: Path of a file for all figures.
             picture: Path of an SVG file for the predicted timetable of the best row.
 
@@ -158,7 +157,8 @@ class Trainer(pl.Trainer):
             The rows, as :class:`~strategies.planning.plan.PlanTable`.
 
         Raises:
-            MisconfigurationException: If the strategy is another one, or if what is asked for does not fit the model.
+            MisconfigurationException: If the strategy is not ``"rpc_sequential"``, or if the choices do not fit the
+                model.
         """
         from trainer.plan_report import check_path, report
 
@@ -197,16 +197,16 @@ class Trainer(pl.Trainer):
     ) -> "Certificate":
         """Train a few steps in one process and under the strategy, compare all results by name, and print the verdict.
 
-        Each run is a process of its own, in float64 if the model allows it. Model, data and this Trainer are left
-        unchanged, and files are written to a temporary folder only. Loggers and callbacks are left out, except those
-        that average weights.
+        Each run is a separate process, in float64 if the model allows it. Model, data and this Trainer do not change,
+        and files are written only to a temporary folder. Loggers and callbacks are left out, except callbacks that
+        average weights.
 
         Args:
             model: The model.
-            datamodule: Gives the batches: a ``LightningDataModule``, or loaders of training batches. Default: the
-                model's own loaders.
+            datamodule: The source of batches: a ``LightningDataModule``, or loaders of training batches. Default: the
+                model's loaders.
             steps: Number of optimizer steps.
-            blocks: Number of blocks to keep of the model, for one that does not fit in one process. Default: all.
+            blocks: Number of the model's blocks to keep, if the model does not fit in one process. Default: all.
             json: Path of a file for the certificate.
 
         Returns:

@@ -34,8 +34,8 @@ def program(rank: int, num_processes: int) -> None:
     weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
     of_all = [torch.empty_like(weights) for _ in range(num_processes)]
     dist.all_gather(of_all, weights)
-    for others in of_all:
-        assert_close(others, weights, rtol=0, atol=0)
+    for weights_of_rank in of_all:
+        assert_close(weights_of_rank, weights, rtol=0, atol=0)
     say(rank, f"accuracy {accuracy(model, data):.3f}; the weights of all ranks are equal to the last bit")
 
     if rank == 0:  # trains one process on the same batches

@@ -1,4 +1,4 @@
-"""Point-to-point: one process sends a tensor, another one receives it.
+"""Point-to-point: one process sends a tensor, and another process receives it.
 
 ``python -m examples.distributed_basics.point_to_point``
 

@@ -1,4 +1,4 @@
-"""Files and directories that appear completely or not at all, whenever the process or the machine stops.
+"""Files and directories that appear completely or not at all, even if the process or the machine stops.
 
     write a temporary file ── fsync ──▶ rename it ── fsync the directory ──▶ done
 
@@ -26,7 +26,7 @@ _YOUNG_SECONDS = 60.0
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Yield a new file that replaces ``path`` at the end, unless the body raises.
 
-    Its permissions are those of any new file.
+    The file has the default permissions of a new file.
     """
     temporary = _beside(path)
     try:
@@ -72,7 +72,7 @@ def sync_directory(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network filesystems do not support it
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network filesystems cannot synchronise directories
             raise
     finally:
         os.close(descriptor)
@@ -87,7 +87,7 @@ def remove(path: Path) -> None:
 
 
 def _beside(path: Path) -> Path:
-    """A temporary name in the directory of ``path``; creates the directory, and removes leftovers from it."""
+    """Return a temporary name beside ``path``. Creates the directory, and removes leftover temporary files from it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for leftover in path.parent.glob(_PREFIX + "[0-9a-f]" * 32 + _SUFFIX):  # names of other programs do not match
         with suppress(OSError):  # another process has just removed it

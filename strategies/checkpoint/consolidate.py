@@ -14,7 +14,7 @@ from strategies.checkpoint.streaming import LateTensors
 from strategies.launch.allocator import return_freed_memory
 
 _GROUP_BYTES = 16 * 2**20
-"""Size of the tensors that are read at once; a larger one is read by itself."""
+"""Maximum total size of the tensors that are read at once. A larger tensor is read separately."""
 
 
 def consolidate(directory: Path, out: Path, *, weights_only: bool = True) -> None:
@@ -22,7 +22,7 @@ def consolidate(directory: Path, out: Path, *, weights_only: bool = True) -> Non
 
     Args:
         directory: The sharded checkpoint.
-        out: The file; may be equal to ``directory``, which it then replaces.
+        out: The file to write. If it equals ``directory``, the file replaces the directory.
         weights_only: As in ``torch.load``: refuse anything but tensors and plain types.
 
     Raises:
@@ -37,7 +37,7 @@ def consolidate(directory: Path, out: Path, *, weights_only: bool = True) -> Non
 
 
 def _read(shards: Path, keys: Mapping[int, str], tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the values of tensors, in the order given; torch reads all metadata once for each group of them."""
+    """Yield the values of tensors, in the order given. Reads groups, since torch reads all metadata for each group."""
     rest = list(reversed(tensors))
     while rest:
         group: dict[str, Tensor] = {}
@@ -52,7 +52,7 @@ def _read(shards: Path, keys: Mapping[int, str], tensors: Sequence[Tensor]) -> I
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command.
+    """Run the command-line tool.
 
     Raises:
         SystemExit: With status 2, after one line on stderr, if the checkpoint cannot be read.

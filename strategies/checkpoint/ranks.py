@@ -41,9 +41,10 @@ class DividedStates(ABC):
         """The state dict that one process would have. Every rank calls this.
 
         Args:
-            optimizer: One of those that are divided.
-            values: Gather values on rank 0, and return an empty dict on the others. If ``False``, each rank returns
-                what it writes into a sharded checkpoint, and rank 0 also knows what the others write.
+            optimizer: A divided optimizer.
+            values: If ``True``, rank 0 gathers the values and all other ranks return an empty dict. If ``False``, each
+                rank returns what it writes to a sharded checkpoint. Rank 0 also returns what the other ranks write,
+                without values.
         """
         if not values:
             return self._parts(optimizer)
@@ -52,9 +53,9 @@ class DividedStates(ABC):
         return state
 
     def refresh(self, optimizer: Optimizer) -> None:
-        """Update the state dict that :meth:`state_dict` returned last, after a method of the optimizer was called.
+        """Update the most recent result of :meth:`state_dict` after a method of the optimizer was called.
 
-        In one process a state dict shares its tensors with the optimizer, so it reflects what a hook such as
+        In one process, a state dict shares its tensors with the optimizer. It therefore reflects what a hook such as
         ``on_save_checkpoint`` changes through the optimizer. Every rank calls this.
         """
         if optimizer in self._gathered:
@@ -67,10 +68,10 @@ class DividedStates(ABC):
     def load(
         self, optimizers: Sequence[Optimizer | None], states: Sequence[Mapping[str, Any]], shards: Path | None
     ) -> None:
-        """Load this rank's part of the optimizer states of a checkpoint, whatever number of ranks wrote it.
+        """Load this rank's part of the optimizer states of a checkpoint that any number of ranks wrote.
 
         Args:
-            optimizers: The divided optimizers, in the order of ``states``; ``None`` where there is nothing to load.
+            optimizers: The divided optimizers, in the order of ``states``; ``None`` for a state that is not loaded.
             states: The state dicts in the checkpoint.
             shards: The directory with the values of tensors that are on the ``meta`` device.
         """
@@ -84,21 +85,21 @@ class DividedStates(ABC):
 
     @abstractmethod
     def _whole(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Gather the state dict on rank 0; returns an empty dict on the other ranks."""
+        """Gather the state dict on rank 0, and return an empty dict on the other ranks."""
 
     @abstractmethod
     def _parts(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return what this rank writes, and on rank 0 also what the others write, without values."""
+        """Return what this rank writes. On rank 0, also return what the other ranks write, without values."""
 
     @abstractmethod
     def _own_part(
         self, optimizer: Optimizer, states: Mapping[Any, Any], shards: Path | None, prefix: str
     ) -> dict[Any, Any]:
-        """Return this rank's part of the states of a checkpoint; ``prefix`` begins their keys in ``shards``."""
+        """Return this rank's part of the states of a checkpoint. Their keys in ``shards`` begin with ``prefix``."""
 
 
 class RankStates(DividedStates):
-    """States of whole parameters, each of which one rank has.
+    """Optimizer states of whole parameters: one rank has the state of each parameter.
 
     Args:
         ownership: Which rank has the state of which parameter.
@@ -125,9 +126,9 @@ class RankStates(DividedStates):
 
 
 def own_tensors(checkpoint: Mapping[str, Any], group: ProcessGroup) -> dict[str, Tensor]:
-    """The tensors that this rank writes, by key: the optimizer states that it has, and its share of the weights.
+    """Return the tensors that this rank writes, by key: its optimizer states and its share of the weights.
 
-    Of a ``DTensor``, every rank writes its rows.
+    Every rank writes its rows of a ``DTensor``.
     """
     everything = sharded_tensors(checkpoint)
     divided = {key: value for key, value in everything.items() if isinstance(value, DTensor)}
@@ -143,13 +144,13 @@ def save_over_ranks(checkpoint: Mapping[str, Any], path: Path, own: Mapping[str,
     """Write a sharded checkpoint. Every rank calls this.
 
     Args:
-        checkpoint: The checkpoint; only rank 0's is used, and of its sharded tensors only shapes and dtypes.
+        checkpoint: The checkpoint. Only rank 0's is used, and only the shapes and dtypes of its sharded tensors.
         path: The directory, the same on all ranks.
         own: The tensors that this rank writes; see :func:`own_tensors`.
-        group: The ranks, on gloo. Nothing else may use the group at the same time.
+        group: The process group of the ranks, on gloo. Nothing else may use the group at the same time.
 
     Raises:
-        RuntimeError: On every rank, if one fails. What was at ``path`` before is still there then.
+        RuntimeError: On every rank, if one rank fails. A previous checkpoint at ``path`` is then unchanged.
     """
     failure, cause = None, None
     if group.rank() > 0:
@@ -174,7 +175,7 @@ def save_over_ranks(checkpoint: Mapping[str, Any], path: Path, own: Mapping[str,
 
 
 def _save_shards(own: Mapping[str, Tensor], shards: Path, group: ProcessGroup, wanted: Iterable[str]) -> str | None:
-    """Write this rank's file, and the metadata on rank 0; returns a description of what failed on any rank."""
+    """Write this rank's file and, on rank 0, the metadata. Returns a description of the failures of all ranks."""
     try:
         dcp.save(
             dict(own),
@@ -191,7 +192,7 @@ def _save_shards(own: Mapping[str, Tensor], shards: Path, group: ProcessGroup, w
 
 
 class _CheckingPlanner(dcp.DefaultSavePlanner):
-    """Checks on rank 0 that the ranks together write the tensors of rank 0's checkpoint."""
+    """Checks on rank 0 that all ranks together write exactly the tensors of rank 0's checkpoint."""
 
     def __init__(self, wanted: Iterable[str]) -> None:
         super().__init__()
@@ -202,14 +203,14 @@ class _CheckingPlanner(dcp.DefaultSavePlanner):
         if self._wanted != planned:
             raise RuntimeError(
                 "ranks do not agree on the tensors of the checkpoint, so it has not been written: only rank 0 has "
-                f"{sorted(self._wanted - planned)}, only others have {sorted(planned - self._wanted)}. "
+                f"{sorted(self._wanted - planned)}, only other ranks have {sorted(planned - self._wanted)}. "
                 "on_save_checkpoint must do the same on every rank."
             )
         return super().create_global_plan(all_plans)
 
 
 def _broadcast(value: Any, group: ProcessGroup) -> Any:
-    """The value of rank 0."""
+    """Return the value of rank 0 on every rank."""
     values = [value]
     dist.broadcast_object_list(values, group=group, group_src=0)
     return values[0]

@@ -1,7 +1,7 @@
 """References to tensors in a checkpoint, for processes that each read the tensors of their own layers.
 
-The values of a model that no process can hold are read by the processes that get its layers. The driver knows shapes,
-and where each tensor is: in a file at an offset, or in a sharded directory under a key.
+If no process can hold the whole model, each process that gets layers reads their values itself. The driver knows only
+the shapes and the place of each tensor: an offset in a file, or a key in a sharded directory.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from strategies.pipeline.construction.stored import FileReference, Stored
 
 
 def file_state(path: Path) -> tuple[int, int]:
-    """Return what differs after a file has been replaced: its size, and when it was written."""
+    """Return the size and the modification time of a file, which differ after the file has been replaced."""
     stat = path.stat()
     return stat.st_size, stat.st_mtime_ns
 
@@ -32,13 +32,13 @@ def _check_unchanged(path: Path, state: tuple[int, int]) -> None:
 
 @dataclass(frozen=True)
 class InFile(Stored):
-    """A tensor in a file that ``torch.save`` has written.
+    """A tensor in a file that ``torch.save`` wrote.
 
     Attributes:
         path: The file.
         start: Offset of the tensor's storage in the file, in bytes.
         num_bytes: Size of the storage.
-        state: What tells whether the file has been replaced.
+        state: Size and modification time of the file, to detect that it has been replaced.
         dtype, size, stride, offset: The geometry of the tensor.
     """
 
@@ -70,7 +70,7 @@ class InShards(Stored):
     Attributes:
         shards: The directory of the values.
         key: The name of the tensor in it.
-        dtype, size: Those of the tensor.
+        dtype, size: The dtype and the size of the tensor.
     """
 
     shards: Path
@@ -86,11 +86,11 @@ class InShards(Stored):
 
 @dataclass(frozen=True)
 class InSafetensors(Stored):
-    """A tensor in a file of ``safetensors``.
+    """A tensor in a ``safetensors`` file.
 
     Attributes:
         path: The file.
-        state: What tells whether the file has been replaced.
+        state: Size and modification time of the file, to detect that it has been replaced.
         key: The name of the tensor in it.
     """
 
@@ -100,7 +100,7 @@ class InSafetensors(Stored):
 
     @classmethod
     def of(cls, path: str, key: str) -> "InSafetensors":
-        """Return a reference to a file as it is now."""
+        """Return a reference to a tensor in the current version of a file."""
         return cls(Path(path).absolute(), file_state(Path(path)), key)
 
     def read(self) -> Tensor:
@@ -112,11 +112,11 @@ class InSafetensors(Stored):
 def references_in_file(
     path: Path, checkpoint: Mapping[str, Any], weights_only: bool | None
 ) -> dict[int, FileReference]:
-    """Return references to the weights and the optimizer states of a checkpoint, by the number of their storage.
+    """Return references to the weights and the optimizer states of a checkpoint, keyed by the tensors' storages.
 
     Args:
-        path: A file that ``torch.save`` has written.
-        checkpoint: What ``torch.load`` returned for it.
+        path: A file that ``torch.save`` wrote.
+        checkpoint: What ``torch.load`` returned for this file.
         weights_only: As for ``torch.load``.
     """
     path = path.absolute()
@@ -139,7 +139,7 @@ def references_in_file(
 
 
 def references_in_shards(shards: Path, state: Mapping[str, Any]) -> dict[int, FileReference]:
-    """Return references to the tensors of a state dict that are on the ``meta`` device, by their storage's number."""
+    """Return references to the tensors of a state dict on the ``meta`` device, keyed by the tensors' storages."""
     found: dict[int, FileReference] = {}
     for key, tensor in flat(state, "state_dict").items():
         if tensor.is_meta:

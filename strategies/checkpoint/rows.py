@@ -1,4 +1,4 @@
-"""Checkpoints of ranks that have divided every parameter and its optimizer states by rows: ZeRO stage 3.
+"""Checkpoints of ranks that divide every parameter and its optimizer states by rows: ZeRO stage 3.
 
 full      every rank ──rows, tensor by tensor──▶ rank 0, which has the checkpoint of one process in host memory
 sharded   every rank: its rows ──▶ torch.distributed.checkpoint.save ──▶ its own file;  rank 0: meta.pt
@@ -27,7 +27,7 @@ from strategies.sharding.rows import gather_rows, own_rows, rows_of, whole_shape
 def read_rows(
     shards: Path, state: Mapping[str, Any], parameters: Mapping[str, DTensor], group: ProcessGroup
 ) -> dict[str, Any]:
-    """Read weights of a sharded checkpoint, of divided parameters only this rank's rows.
+    """Read the weights of a sharded checkpoint: only this rank's rows of divided parameters, and all other tensors.
 
     Args:
         shards: The directory with the values.
@@ -41,13 +41,13 @@ def read_rows(
         if isinstance(value, Tensor) and value.is_meta and value.shape == p.shape:
             rows[name] = divided_by_rows(torch.empty(p.to_local().shape, dtype=value.dtype), p.shape, mesh)
     load_tensors({f"state_dict.{name}": own for name, own in rows.items() if own.to_local().numel()}, shards)
-    others = {name: value for name, value in state.items() if name not in rows}
-    whole = with_tensors(others, read_tensors(shards, flat(others, "state_dict")), "state_dict")
+    undivided = {name: value for name, value in state.items() if name not in rows}
+    whole = with_tensors(undivided, read_tensors(shards, flat(undivided, "state_dict")), "state_dict")
     return {name: rows.get(name, whole.get(name)) for name in state}
 
 
 class RowStates(DividedStates):
-    """States of which every rank has some rows.
+    """Optimizer states that are divided by rows: every rank has some rows of each state.
 
     Args:
         group: The ranks, on gloo.
@@ -63,7 +63,7 @@ class RowStates(DividedStates):
 
     def _parts(self, optimizer: Optimizer) -> dict[str, Any]:
         state = self._converted(optimizer, self._divided_rows)
-        if self._group.rank() > 0:  # rank 0 writes what is not divided
+        if self._group.rank() > 0:  # rank 0 writes the undivided values
             state["state"] = {
                 number: _only_rows(own) for number, own in state["state"].items() if isinstance(number, int)
             }
@@ -72,7 +72,7 @@ class RowStates(DividedStates):
     def _converted(
         self, optimizer: Optimizer, convert: Callable[[Tensor, Tensor, torch.Size], Tensor | None]
     ) -> dict[str, Any]:
-        """Return the state dict with ``convert(rows, parameter, shape of the whole)`` in place of rows."""
+        """Return the state dict with ``convert(rows, parameter, shape of the whole tensor)`` in place of rows."""
         state = optimizer.state_dict()
         rank, size = self._group.rank(), self._group.size()
         whole: dict[Any, Any] = {}
@@ -104,7 +104,7 @@ class RowStates(DividedStates):
         return part
 
     def _rows(self, state: Mapping[str, Any], parameter: Tensor, shards: Path | None, prefix: str) -> dict[str, Any]:
-        """This rank's rows of the state of one parameter, which is read by itself."""
+        """Read the state of one parameter, and return this rank's rows of it."""
         rank, size = self._group.rank(), self._group.size()
         whole: Any = dict(state)
         if shards is not None:
@@ -120,7 +120,7 @@ class RowStates(DividedStates):
 
 
 def _only_rows(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return a state without what is not divided."""
+    """Return a state without its undivided values."""
     return {
         name: _only_rows(value) if isinstance(value, dict) else value
         for name, value in state.items()

@@ -1,19 +1,19 @@
-"""Checkpoints of a pipeline: the stages' state under the names of one process.
+"""Checkpoints of a pipeline: the state of all stages, with the names that one process would use.
 
-    collecting   driver ─── capture ───▶ every stage sets its state aside, in order with its other commands
+    collecting   driver ─── capture ───▶ every stage puts its state on a shelf, in the order of its commands
                  driver ◀── layouts ──── names, shapes and dtypes; values travel when they are read
 
-    full         thread ◀── tensors ──── one after another, each written when it has arrived
+    full         thread ◀── tensors ──── one at a time; the thread writes each tensor when it arrives
 
-    sharded      thread ──── write ────▶ every stage writes its part, beside its other commands; the driver its own
+    sharded      thread ──── write ────▶ every stage writes its part while it runs other commands; so does the driver
                  thread: .metadata and meta.pt, which make the files a checkpoint
 
-The thread is the driver's main thread, unless checkpoints are written in the background. Then the stages first copy
-what they have set aside.
+The thread is the driver's main thread, unless checkpoints are written in the background. In that case, the stages
+first copy the tensors on their shelves.
 
-Workers are in no process group that ``torch.distributed`` knows, so ``torch.distributed.checkpoint.save`` cannot
-coordinate them. Its planner and its writer are used by themselves: the driver makes the plan, for which shapes
-suffice, and RPC brings each stage its part of the plan.
+``torch.distributed.checkpoint.save`` cannot coordinate the workers, because they are in no process group that
+``torch.distributed`` knows. Relay therefore uses only its planner and its writer. The driver makes the plan from the
+shapes, and sends each stage its part of the plan by RPC.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -44,7 +44,7 @@ from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.state.shelved import ShelvedTensor, is_shelved, put_values, shelved_tensors, values_of
 
 Names = dict[str, tuple[int, str]]
-"""Tensors on the shelf of a stage, by their key in the checkpoint: the number of the part and the path there."""
+"""Tensors on the shelf of a stage: key in the checkpoint ──▶ number of the part on the shelf, and path in this part."""
 
 
 class StageStates:
@@ -62,12 +62,12 @@ class StageStates:
         self._states: dict[Optimizer, dict[Any, Any]] = {}
         self._fetched: list[Tensor] = []
         self.has_gathered = False
-        """Whether there is anything to :meth:`forget`."""
+        """Whether the stages hold a shelf that :meth:`forget` would release."""
 
     # Collecting on the driver
 
     def weights(self) -> dict[str, Any]:
-        """The model's ``state_dict``; tensors of other stages are :class:`ShelvedTensor` objects."""
+        """Return the model's ``state_dict``; tensors of remote stages are :class:`ShelvedTensor` objects."""
         state, self.has_gathered = self._pipeline.state, True
         with state.reading_late() if state is not None else nullcontext():
             gathered: dict[str, Any] = self._model.state_dict()
@@ -75,7 +75,7 @@ class StageStates:
         return gathered
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state dict of an optimizer; tensors of other stages are :class:`ShelvedTensor` objects."""
+        """Return the state dict of an optimizer; tensors of remote stages are :class:`ShelvedTensor` objects."""
         state = self._pipeline.optimizers.state_dict(optimizer, shelved_tensors)
         self._states[optimizer] = _states_elsewhere(optimizer, state)
         self.has_gathered = True
@@ -84,8 +84,8 @@ class StageStates:
     def refresh(self) -> None:
         """Update the state dicts that were returned last, after a method of an optimizer was called.
 
-        In one process a state dict shares its tensors with the model and the optimizers, so it reflects what a hook
-        such as ``on_save_checkpoint`` changes through them. So does a shelf, unless the method replaces tensors.
+        In one process, a state dict shares its tensors with the model and the optimizers. It therefore reflects what a
+        hook such as ``on_save_checkpoint`` changes. A shelf also shares tensors, unless the method replaces them.
         """
         if self._weights:
             before, now = self._weights, self.weights()
@@ -96,7 +96,7 @@ class StageStates:
             _take_over_shelved(states, _states_elsewhere(optimizer, now))
 
     def forget(self) -> None:
-        """Release what has been collected."""
+        """Release the collected state."""
         self._weights, self._states, self._fetched, self.has_gathered = {}, {}, [], False
 
     # One file
@@ -114,11 +114,11 @@ class StageStates:
         return partial(save_file, checkpoint, path, late_tensors(beside if needs_copy else in_turn))
 
     def gather(self, checkpoint: dict[str, Any]) -> None:
-        """Replace the tensors of other stages in a checkpoint by their values."""
+        """Replace each :class:`ShelvedTensor` in a checkpoint with its values."""
         self._fetched += put_values(checkpoint)
 
     def gathered_tensors(self) -> list[Tensor]:
-        """The values that :meth:`gather` has fetched, to which only the checkpoint refers."""
+        """The values that :meth:`gather` fetched. Only the checkpoint refers to them."""
         return self._fetched
 
     def _copy_shelved(self, checkpoint: Mapping[str, Any]) -> None:
@@ -132,7 +132,7 @@ class StageStates:
         """Return the function that writes a checkpoint to a directory, on any thread.
 
         Args:
-            checkpoint: The checkpoint; each stage writes its own tensors of the sharded entries.
+            checkpoint: The checkpoint. Each stage writes its tensors of the sharded entries.
             path: The directory of the checkpoint.
             needs_copy: Whether training continues before the checkpoint is written.
         """
@@ -175,9 +175,9 @@ class StageStates:
             writer.finish(metadata, [*(reply.wait() for reply in replies), written])
 
     def load_optimizer_states(self, states: list[dict[str, Any]], shards: Path) -> None:
-        """Load the optimizer states of a sharded checkpoint; each stage reads those of its own parameters.
+        """Load the optimizer states of a sharded checkpoint. Each stage reads the states of its parameters.
 
-        Nothing is loaded before every stage has read its part.
+        No stage loads anything before every stage has read its part.
 
         Args:
             states: The state dicts of all optimizers, with tensors on the ``meta`` device.
@@ -207,7 +207,7 @@ class StageStates:
     # The model
 
     def check_before_loading(self) -> list[Callable[[], None]]:
-        """Make ``load_state_dict`` of the model refuse what does not fit, before any stage receives a part of it.
+        """Make the model's ``load_state_dict`` refuse a state dict that does not fit, before any stage receives values.
 
         Returns:
             Functions that undo this.
@@ -220,7 +220,7 @@ class StageStates:
 
     @contextmanager
     def whole_module(self) -> Iterator[None]:
-        """Within this, the pipelined module of the model is a plain module with the values of all stages."""
+        """Context in which the pipelined module of the model is a plain module with the values of all stages."""
         if self._pipeline.state is None:
             yield
             return
@@ -241,7 +241,7 @@ def _states_elsewhere(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[An
 
 
 def _take_over_shelved(tree: dict[Any, Any], now: Mapping[Any, Any]) -> None:
-    """Copy the structure of a nested dict; tensors of the same shape stay the same objects, with a newer shelf."""
+    """Copy the structure of a nested dict. Tensors of the same shape stay the same objects and use the new shelf."""
     for key, value in now.items():
         before = tree.get(key)
         if isinstance(before, ShelvedTensor) and isinstance(value, ShelvedTensor) and before.shape == value.shape:
@@ -255,12 +255,12 @@ def _take_over_shelved(tree: dict[Any, Any], now: Mapping[Any, Any]) -> None:
 
 
 def late_tensors(fetch: Fetch) -> LateTensors:
-    """How a checkpoint's :class:`ShelvedTensor` objects are written."""
+    """Return how to write the :class:`ShelvedTensor` objects of a checkpoint."""
     return LateTensors(is_shelved, partial(values_of, fetch=fetch))
 
 
 def plan_shard(tensors: Mapping[str, Tensor]) -> SavePlan:
-    """The part of the plan for one process; shapes and dtypes of its tensors suffice."""
+    """Return the part of the plan for one process. Uses only the shapes and dtypes of its tensors."""
     planner = dcp.DefaultSavePlanner()
     planner.set_up_planner(dict(tensors), is_coordinator=False)
     return planner.create_local_plan()
@@ -275,23 +275,23 @@ def write_shard(shards: Path, plan: SavePlan, tensors: Mapping[str, Tensor]) -> 
 
 
 def _write_shelved(stage: Any, shards: Path, plan: SavePlan, names: Names) -> list[WriteResult]:
-    """Runs on an RPC thread of a worker: write what its stage (behind an ``RRef``) has set aside."""
+    """Write the tensors on the shelf of the stage behind an ``RRef``. Runs on an RPC thread of the stage's worker."""
     shelf = stage.local_value().hosted.shelf
     return write_shard(shards, plan, {key: shelf[number][path] for key, (number, path) in names.items()})
 
 
 def _read_states(stage: Any, shards: Path, layout: Any, prefix: str) -> None:
-    """Runs on an RPC thread of a worker: read optimizer states for its stage (behind an ``RRef``)."""
+    """Read optimizer states for the stage behind an ``RRef``. Runs on an RPC thread of the stage's worker."""
     bare = with_meta_tensors(layout)
     read = with_tensors(bare, read_tensors(shards, flat(bare, prefix)), prefix)
     stage.local_value().hosted.held.states_read = {k: own["state"] for k, own in read.items()}
 
 
 def _error_of(remote: RemoteStage, reply: Reply[Any], path: Path) -> Exception | None:
-    """Why a stage has not written its part of a checkpoint; ``None`` if it has."""
+    """Return why a stage did not write its part of a checkpoint; ``None`` if it did."""
     try:
         reply.wait()
-    except Exception as error:  # of any kind: from the function, or from RPC if the worker has died
+    except Exception as error:  # of any kind: raised by the function, or by RPC if the worker has died
         if isinstance(error, WorkerLost):
             return error
         what = f"{remote.description}, {remote.process.description}"

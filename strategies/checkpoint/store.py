@@ -1,15 +1,15 @@
-"""The two forms of a checkpoint, a file and a sharded directory: write them atomically and read them back.
+"""The two formats of a checkpoint, a file and a sharded directory: write them atomically and read them.
 
-    FILE                       what ``torch.save`` writes
+    FILE                       written by ``torch.save``
 
     DIRECTORY/meta.pt          the checkpoint; tensors of ``state_dict`` and ``optimizer_states`` are on ``meta``
-    DIRECTORY/shards-.../      their values, a checkpoint of ``torch.distributed.checkpoint``: one file per process
+    DIRECTORY/shards-.../      their values, written by ``torch.distributed.checkpoint``: one file per process
 
 ``meta.pt`` has the names, shapes and dtypes of all tensors, and names the subdirectory with their values. It is
-replaced last and in one step, so a directory always holds either the previous checkpoint or the new one. Tensors are
-keyed by their flattened path in the checkpoint of one process (``state_dict.layers.0.weight``,
-``optimizer_states.0.state.17.exp_avg``). The keys do not depend on who wrote them, so any number of processes can read
-the tensors that they need.
+replaced last and in one step, so a directory always holds either the previous checkpoint or the new one. The key of a
+tensor is its flattened path in the checkpoint of one process (``state_dict.layers.0.weight``,
+``optimizer_states.0.state.17.exp_avg``). Keys do not depend on which process wrote a tensor, so any number of processes
+can read the tensors that they need.
 """
 
 import os
@@ -35,19 +35,19 @@ from strategies.checkpoint.streaming import LateTensors
 from strategies.common.trees import flat, with_tensors
 
 STATE_DICT_TYPES = ("full", "sharded")
-"""The forms of a checkpoint, named as in Lightning's ``FSDPStrategy``."""
+"""The formats of a checkpoint, named as in Lightning's ``FSDPStrategy``."""
 
 SHARDED_KEYS = ("state_dict", "optimizer_states")
-"""The entries of a checkpoint whose tensors are stored in shards; ``meta.pt`` holds the others with their values."""
+"""The entries of a checkpoint whose tensors are stored in shards; ``meta.pt`` holds all other entries, with values."""
 
 _META = "meta.pt"
 _ZIP = b"PK\x03\x04"
-"""With which a file of ``torch.save`` begins."""
+"""The first bytes of a file that ``torch.save`` writes."""
 _SHARDS = "shards-"
 
 
 def local_path(path: str | Any) -> Path | None:
-    """The local path that a path or URL names; ``None`` if it names something on another filesystem."""
+    """Return the local path of a path or URL; ``None`` if it is on another filesystem."""
     filesystem, stripped = url_to_fs(str(path))
     return Path(stripped) if isinstance(filesystem, LocalFileSystem) else None
 
@@ -58,12 +58,12 @@ def is_sharded(path: Path) -> bool:
 
 
 def sharded_tensors(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of ``checkpoint`` that belong in shards, keyed by flattened path."""
+    """Return the tensors of ``checkpoint`` that belong in shards, keyed by flattened path."""
     return flat({key: checkpoint[key] for key in SHARDED_KEYS if key in checkpoint})
 
 
 def without_values(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """A shallow copy of ``checkpoint`` whose sharded entries have tensors on the ``meta`` device."""
+    """Return a shallow copy of ``checkpoint`` in which the tensors of sharded entries are on the ``meta`` device."""
     return {**checkpoint, **{key: _on_meta(checkpoint[key]) for key in SHARDED_KEYS if key in checkpoint}}
 
 
@@ -78,12 +78,12 @@ def _on_meta(tree: Any) -> Any:
 def save_file(checkpoint: Mapping[str, Any], path: Path, late: LateTensors | None = None) -> None:
     """Write ``checkpoint`` to one file, and return when the file is on the disk.
 
-    The file replaces what was at ``path`` in one step, except for a sharded checkpoint, which is removed just before.
+    The new file replaces a file at ``path`` in one step. A sharded checkpoint at ``path`` is removed just before that.
 
     Args:
         checkpoint: The checkpoint.
         path: The file.
-        late: Reads the values of tensors that are elsewhere, one after another.
+        late: Reads the values of tensors of other processes, one tensor at a time.
 
     Raises:
         OSError: If the file cannot be written, such as on a full disk.
@@ -99,7 +99,7 @@ def save_file(checkpoint: Mapping[str, Any], path: Path, late: LateTensors | Non
 def save_sharded(checkpoint: Mapping[str, Any], path: Path) -> None:
     """Write the ``checkpoint`` of this process to a directory with one shard.
 
-    Processes that write one checkpoint together use :func:`writing_shards`.
+    Several processes that write one checkpoint use :func:`writing_shards` instead.
     """
     with writing_shards(checkpoint, path) as shards, _without_warning():
         dcp.save(sharded_tensors(checkpoint), storage_writer=dcp.FileSystemWriter(shards), no_dist=True)
@@ -107,7 +107,7 @@ def save_sharded(checkpoint: Mapping[str, Any], path: Path) -> None:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Name the checkpoint in an error of the operating system, which torch may turn into one without a reason."""
+    """Raise an error of the operating system as an ``OSError`` that names the checkpoint; torch may omit the reason."""
     try:
         yield
     except (Exception, dcp.CheckpointException) as error:  # a BaseException
@@ -117,7 +117,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def _system_error(error: BaseException) -> OSError | None:
-    """The error of the operating system that has led to an exception, if any."""
+    """Return the error of the operating system that caused an exception, if any."""
     found: BaseException | None = error
     seen: set[int] = set()  # an exception may be its own cause
     while found is not None and id(found) not in seen:
@@ -134,12 +134,12 @@ def writing_shards(checkpoint: Mapping[str, Any], path: Path, late: LateTensors 
     """Yield an empty directory for the shards of a checkpoint; at the end, make them the checkpoint at ``path``.
 
     One process calls this. The body writes a checkpoint of ``torch.distributed.checkpoint`` to the directory, with the
-    tensors of all processes and their ``.metadata``. If the body raises, what was at ``path`` is still there.
+    tensors of all processes and their ``.metadata``. If the body raises, the previous content of ``path`` remains.
 
     Args:
-        checkpoint: The checkpoint. Of the tensors in its sharded entries only shapes and dtypes are used.
+        checkpoint: The checkpoint. Only shapes and dtypes of the tensors in its sharded entries are used.
         path: The directory of the checkpoint. A file or another checkpoint there is replaced.
-        late: Reads the values of tensors of its other entries that are elsewhere.
+        late: Reads the values of tensors of other processes in the entries that are not sharded.
 
     Raises:
         OSError: If files cannot be written, such as on a full disk.
@@ -163,7 +163,7 @@ def writing_shards(checkpoint: Mapping[str, Any], path: Path, late: LateTensors 
 
 @contextmanager
 def _directory_of(path: Path) -> Iterator[Path]:
-    """The directory of an existing sharded checkpoint; otherwise a new one that appears at ``path`` at the end."""
+    """Yield the directory of an existing sharded checkpoint, or a new one that is renamed to ``path`` at the end."""
     if is_sharded(path):
         yield path
         return
@@ -175,14 +175,14 @@ def _directory_of(path: Path) -> Iterator[Path]:
 
 
 def check_not_cut_off(path: Path) -> None:
-    """Check that a file which ``torch.save`` has begun has its end, too.
+    """Check that a file that ``torch.save`` wrote is complete.
 
     Raises:
-        RuntimeError: If it is empty or cut off.
+        RuntimeError: If the file is empty or cut off.
     """
     with open(path, "rb") as file:
         start = file.read(len(_ZIP))
-    if _ZIP.startswith(start) and not is_zipfile(path):  # torch's own error would not name the file
+    if _ZIP.startswith(start) and not is_zipfile(path):  # torch's error would not name the file
         raise RuntimeError(
             f"the checkpoint {path} is incomplete, and nothing of it has been loaded: the file is cut off after "
             f"{path.stat().st_size} bytes. Use an earlier checkpoint, or copy the file again."
@@ -196,15 +196,16 @@ def load_sharded(
 
     Args:
         path: The directory.
-        keys: The sharded entries whose values are read; tensors of the others stay on the ``meta`` device.
-        weights_only: As in ``torch.load``; applies to ``meta.pt``. Shards hold nothing but tensors.
+        keys: The sharded entries whose values are read. Tensors of all other sharded entries stay on the ``meta``
+            device.
+        weights_only: As in ``torch.load``; applies to ``meta.pt``. Shards hold only tensors.
 
     Returns:
-        The checkpoint, and the directory from which :func:`read_tensors` reads the values left out.
+        The checkpoint, and the directory from which :func:`read_tensors` reads the remaining values.
 
     Raises:
-        RuntimeError: If a tensor is missing, if a file is cut off, or if the checkpoint names a directory outside of
-            itself.
+        RuntimeError: If a tensor is missing, if a file is cut off, or if ``meta.pt`` names a directory that is not a
+            subdirectory of the checkpoint.
     """
     check_not_cut_off(path / _META)
     checkpoint = torch.load(path / _META, map_location="cpu", weights_only=weights_only)
@@ -225,20 +226,20 @@ def load_sharded(
 
 
 def read_tensors(shards: Path, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Read those tensors of ``wanted`` that are on the ``meta`` device, with the keys, shapes and dtypes given."""
+    """Read the tensors of ``wanted`` that are on the ``meta`` device; their keys, shapes and dtypes must match."""
     tensors = {name: torch.empty(like.shape, dtype=like.dtype) for name, like in wanted.items() if like.is_meta}
     load_tensors(tensors, shards)
     return tensors
 
 
 def load_tensors(tensors: Mapping[str, Tensor], shards: Path) -> None:
-    """Read the values of tensors, by key, in place; of a ``DTensor``, this process reads its own part."""
+    """Read the values of tensors, by key, in place. For a ``DTensor``, this process reads its local part."""
     with _without_warning():
         dcp.load(dict(tensors), storage_reader=ShardReader(shards), no_dist=True)
 
 
 def _check_complete(shards: Path, wanted: Mapping[str, Tensor]) -> None:
-    """Check that ``shards`` holds the tensors ``wanted`` and no others, before any of them is read."""
+    """Check that ``shards`` holds exactly the tensors ``wanted``, before any of them is read."""
     metadata = ShardReader(shards).read_metadata()
     missing = [name for name in wanted if name not in metadata.state_dict_metadata]
     unexpected = [name for name in metadata.state_dict_metadata if name not in wanted]
@@ -261,7 +262,7 @@ def _check_complete(shards: Path, wanted: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def _without_warning() -> Iterator[None]:
-    """Suppress torch's warning that one process saves or loads by itself, which is intended."""
+    """Suppress torch's warning that a single process saves or loads; Relay does this on purpose."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
@@ -284,13 +285,13 @@ _TORCH_NAMES = {
         )
     ),
 }
-"""The globals, besides dtypes, that torch writes to ``.metadata`` for plain tensors."""
+"""The globals that torch writes to ``.metadata`` for plain tensors, besides dtypes."""
 
 
 class ShardReader(dcp.FileSystemReader):
     """A ``FileSystemReader`` that reads ``.metadata`` without running code from it.
 
-    ``.metadata`` is a pickle. torch's reader unpickles it without restriction, and so calls any function that the file
+    ``.metadata`` is a pickle. torch's reader unpickles it without restriction and so calls any function that the file
     names.
     """
 
@@ -299,10 +300,10 @@ class ShardReader(dcp.FileSystemReader):
         self._directory = shards
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The keys, shapes and dtypes of all tensors, and the file and offset of each.
+        """Return the keys, shapes and dtypes of all tensors, and the file and offset of each.
 
         Raises:
-            RuntimeError: If the file is cut off, or holds anything that torch does not write.
+            RuntimeError: If the file is cut off, or holds objects that torch does not write.
         """
         with open(self._directory / ".metadata", "rb") as file:
             try:
@@ -319,7 +320,7 @@ class ShardReader(dcp.FileSystemReader):
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if module.startswith("pathlib") and name == "PosixPath":  # the path at the time of writing, which is not used
+        if module.startswith("pathlib") and name == "PosixPath":  # the writer's path; not used here
             return PurePosixPath
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and (module, name) not in _TORCH_NAMES:

@@ -1,4 +1,4 @@
-"""Write a file with tensors whose values are elsewhere: each is read when its turn comes, and freed after that.
+"""Write a checkpoint file whose tensors are partly in other processes, with one tensor in memory at a time.
 
     torch.save   pickle the checkpoint ──▶ storage 0 ──▶ storage 1 ──▶ ...
                                            read, write, free           one at a time
@@ -19,11 +19,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LateTensors:
-    """Which tensors of a checkpoint have their values elsewhere, and how to read them.
+    """Which tensors of a checkpoint are read only when they are written, and how to read them.
 
     Attributes:
-        has: Returns whether a tensor, which is on the ``meta`` device, is such a tensor.
-        read: Returns the values of some tensors, in the order given.
+        has: Returns whether a tensor on the ``meta`` device is such a tensor.
+        read: Returns the values of tensors, in the order given.
     """
 
     has: Callable[[Tensor], bool]
@@ -31,10 +31,10 @@ class LateTensors:
 
 
 def save(checkpoint: Any, file: BinaryIO, late: LateTensors | None) -> None:
-    """Write ``checkpoint`` as ``torch.save`` does; ``late`` reads the values of some of its tensors.
+    """Write ``checkpoint`` as ``torch.save`` does, and read the values of some tensors with ``late``.
 
     Raises:
-        RuntimeError: If values have another shape or dtype than their tensor.
+        RuntimeError: If the shape or dtype of the values differs from that of their tensor.
     """
     if late is None:
         torch.save(checkpoint, file)
@@ -58,24 +58,24 @@ def save(checkpoint: Any, file: BinaryIO, late: LateTensors | None) -> None:
     try:
         torch.save(checkpoint, file, pickle_module=SimpleNamespace(Pickler=Pickler, __name__=pickle.__name__))
     finally:
-        tensors.clear()  # the class, a cycle of references, lives until the next garbage collection
+        tensors.clear()  # the class is in a reference cycle, so it lives until the next garbage collection
         values = iter(())
 
 
 class _LateStorage(torch.storage.TypedStorage):
-    """A storage without memory, for ``torch.save``: the values of a tensor are read when they are to be written.
+    """A storage without memory whose values are read when ``torch.save`` writes them.
 
     ``torch.save`` pickles first and then writes one storage after another. It copies a storage of another device to the
-    CPU just before it writes it, and frees the copy before the next one. This storage is on the ``meta`` device, and
-    its copy on the CPU is what ``read`` returns. In the file it is a storage of the CPU.
+    CPU just before it writes the storage, and frees the copy before the next one. This storage is on the ``meta``
+    device, and its copy on the CPU is what ``read`` returns. In the file it is a CPU storage.
 
     Args:
-        tensor: A tensor on the ``meta`` device, the only one of this storage.
+        tensor: A tensor on the ``meta`` device. No other tensor may use its storage.
         read: Returns the values.
     """
 
     def __new__(cls, *args: Any) -> "_LateStorage":
-        return cast("_LateStorage", object.__new__(cls))  # that of the class takes arguments of its own only
+        return cast("_LateStorage", object.__new__(cls))  # TypedStorage.__new__ does not accept these arguments
 
     def __init__(self, tensor: Tensor, read: Callable[[], Tensor]) -> None:
         self.dtype, self._tensor = tensor.dtype, tensor
@@ -85,7 +85,7 @@ class _LateStorage(torch.storage.TypedStorage):
         self._is_untyped = isinstance(self._of_empty[1][0], torch.UntypedStorage)
 
     def reduced(self) -> tuple[Any, ...]:
-        """Return what ``Tensor.__reduce_ex__`` would return for the tensor with its values."""
+        """Return what ``Tensor.__reduce_ex__`` would return for a CPU tensor with the values."""
         rebuild, arguments = self._of_empty
         tensor = self._tensor
         return rebuild, (self, 0, tuple(tensor.shape), tensor.stride(), tensor.requires_grad, *arguments[5:])
@@ -98,13 +98,13 @@ class _LateStorage(torch.storage.TypedStorage):
 
 
 class _LateBytes:
-    """What a :class:`_LateStorage` has in place of an ``UntypedStorage``."""
+    """Takes the place of the ``UntypedStorage`` of a :class:`_LateStorage`."""
 
     device = torch.device("meta")
 
     def __init__(self, tensor: Tensor, read: Callable[[], Tensor]) -> None:
         self._tensor, self._read = tensor, read
-        self._cdata = -id(self)  # no address
+        self._cdata = -id(self)  # negative, so it equals no address of a storage
 
     def nbytes(self) -> int:
         return self._tensor.numel() * self._tensor.element_size()
@@ -113,12 +113,12 @@ class _LateBytes:
         """Return a storage with the values.
 
         Raises:
-            RuntimeError: If they have another shape or dtype than the tensor.
+            RuntimeError: If the shape or dtype of the values differs from that of the tensor.
         """
         value, tensor = self._read(), self._tensor
         if (value.shape, value.dtype) != (tensor.shape, tensor.dtype):
             raise RuntimeError(
-                f"a tensor of {list(tensor.shape)} {tensor.dtype} became one of {list(value.shape)} {value.dtype} "
+                f"a tensor changed from {list(tensor.shape)} {tensor.dtype} to {list(value.shape)} {value.dtype} "
                 "while it was being saved"
             )
         storage = value.untyped_storage()

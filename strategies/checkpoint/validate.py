@@ -1,6 +1,6 @@
-"""Check that a state dict fits a module before any of it is loaded, so that all of it is loaded or nothing.
+"""Check that a state dict fits a module before it is loaded, so that either all of it is loaded or nothing.
 
-torch's ``load_state_dict`` copies what fits and raises afterwards, which leaves a half-loaded model.
+torch's ``load_state_dict`` copies the entries that fit and raises afterwards, which leaves a partly loaded model.
 """
 
 import warnings
@@ -19,19 +19,19 @@ from strategies.common.stage_layers import StageLayers, describe
 from strategies.common.torch_compat import EXTRA_STATE_KEY_SUFFIX, non_persistent_buffers
 
 _ANY = "any"
-"""Stands for the shape of a lazy parameter, which has none yet."""
+"""Placeholder for the shape of a lazy parameter, which has no shape yet."""
 
 DescribeStage = Callable[[str], str]
-"""Describes the stage that holds a name of a state dict; an empty string if there is none or it is not known."""
+"""Describes the stage that holds an entry of a state dict, given its name. Returns "" if the stage is not known."""
 
 
 def no_stage(name: str) -> str:
-    """The :data:`DescribeStage` of a model without stages."""
+    """Return an empty string: the :data:`DescribeStage` of a model without stages."""
     return ""
 
 
 def stages_by_name(stages: Sequence[StageLayers], prefix: str) -> DescribeStage:
-    """The :data:`DescribeStage` of a module that has the stages' layers under ``prefix``."""
+    """Return the :data:`DescribeStage` of a module that has the stages' layers under ``prefix``."""
     described = {name: describe(i, layers) for i, layers in enumerate(stages) for name in layers._modules}
     return lambda name: described.get(name[len(prefix) :].partition(".")[0], "") if name.startswith(prefix) else ""
 
@@ -46,18 +46,18 @@ def check_fit(
 ) -> None:
     """Check that ``state`` can be loaded into ``module``.
 
-    Names and shapes are compared. Where they differ, ``load_state_dict`` is tried on tensors without values, because
-    hooks of the module may handle the difference.
+    Compares names and shapes. If they differ, tries ``load_state_dict`` on tensors without values, because hooks of the
+    module may handle the difference.
 
     Args:
         module: The module; it is not changed.
         state: The state dict.
         strict: As in ``load_state_dict``.
-        stage_of: Describes the stage of a name, for the error message.
+        stage_of: Describes the stage of an entry, for the error message.
         dry_run: Returns a context in which ``load_state_dict`` has no effect on other processes.
 
     Raises:
-        RuntimeError: If it does not fit.
+        RuntimeError: If ``state`` does not fit.
     """
     expected = _shapes(module)
     given = {name: _shape(value) for name, value in state.items()}
@@ -68,7 +68,7 @@ def check_fit(
         warnings.filterwarnings("ignore", message=".*is a no-op")
         try:
             missing, unexpected = map(set, nn.Module.load_state_dict(module, state, strict=False))
-        except RuntimeError as error:  # about shapes, or from a layer of the user
+        except RuntimeError as error:  # wrong shapes, or raised by a layer of the user
             complaints = [line.strip() for line in str(error).splitlines()[1:]] or [str(error)]
     if strict:
         order = [*expected, *state]
@@ -86,7 +86,7 @@ def check_before_loading(
 ) -> list[Callable[[], None]]:
     """Make ``load_state_dict`` call :func:`check_fit` first, on the modules from ``model`` to the one at ``path``.
 
-    A module with a ``load_state_dict`` of its own keeps it.
+    A module that overrides ``load_state_dict`` is not changed.
 
     Args:
         model: The model.
@@ -120,7 +120,7 @@ def _check_and_load(
 
 
 def _by_stage(names: Collection[str], order: Iterable[str], stage_of: DescribeStage) -> Iterator[str]:
-    """One string per stage that lists those of ``names`` that it holds, in the given order."""
+    """Yield one string per stage that lists the ``names`` of its entries, in the given order."""
     of_stage: dict[str, list[str]] = {}
     for name in dict.fromkeys(name for name in order if name in names):
         of_stage.setdefault(stage_of(name), []).append(name)
@@ -129,7 +129,7 @@ def _by_stage(names: Collection[str], order: Iterable[str], stage_of: DescribeSt
 
 
 def _shapes(module: nn.Module) -> dict[str, Any]:
-    """The shape of each entry of the state dict of ``module``, hooks aside; ``None`` for an extra state."""
+    """Return the shape of each entry of the state dict of ``module``, without hooks; ``None`` for an extra state."""
     shapes: dict[str, Any] = {}
     for prefix, child in module.named_modules(remove_duplicate=False):
         start = f"{prefix}." if prefix else ""
@@ -144,16 +144,16 @@ def _shapes(module: nn.Module) -> dict[str, Any]:
 
 
 def _shape(value: Any) -> Any:
-    if is_lazy(value):  # it takes the shape of the tensor that is loaded
+    if is_lazy(value):  # a lazy parameter takes the shape of the loaded tensor
         return _ANY
     return tuple(value.shape) if isinstance(value, Tensor) else None
 
 
 @contextmanager
 def _without_values(module: nn.Module) -> Iterator[None]:
-    """Within this, parameters and buffers of ``module`` are on the ``meta`` device, and extra states are ignored."""
+    """Context in which parameters and buffers of ``module`` are on the ``meta`` device and extra states are ignored."""
     children = list(module.modules())
-    # Some layers store what they load in attributes.
+    # Some layers store loaded values in plain attributes.
     before = [(child, dict(child._parameters), dict(child._buffers), dict(vars(child))) for child in children]
     for child, parameters, buffers, _ in before:
         child._parameters.update({name: _like(p) for name, p in parameters.items() if p is not None})

@@ -1,4 +1,4 @@
-"""When a checkpoint is written: at once, or by a thread while training continues with a copy in host memory."""
+"""Write checkpoints at once, or write a copy in host memory on a thread while training continues."""
 
 import copy
 from collections.abc import Callable, Iterable
@@ -13,7 +13,7 @@ from strategies.pipeline.state.shelved import is_shelved
 
 
 def snapshot(checkpoint: dict[str, Any], private: Iterable[Tensor] = ()) -> dict[str, Any]:
-    """A deep copy of a checkpoint in host memory; tensors that share memory share memory in the copy too.
+    """Return a deep copy of a checkpoint in host memory. Tensors that share memory also share memory in the copy.
 
     Args:
         checkpoint: The checkpoint.
@@ -24,7 +24,7 @@ def snapshot(checkpoint: dict[str, Any], private: Iterable[Tensor] = ()) -> dict
         if not isinstance(leaf, Tensor) or id(leaf) in memo:
             continue
         if leaf.is_meta and (is_shelved(leaf) or not isinstance(leaf, RemoteParameter | RemoteBuffer)):
-            # No values to copy, or they are copied by the stage that has them.
+            # There are no values to copy, or the stage that holds them copies them.
             memo[id(leaf)] = leaf
         elif not leaf.is_meta and (leaf.device.type != "cpu" or leaf.grad_fn is not None):
             memo[id(leaf)] = leaf.detach().to("cpu", copy=True)
@@ -35,21 +35,21 @@ class Writer:
     """Writes checkpoints in the foreground: :meth:`save` returns when the checkpoint is written."""
 
     in_background = False
-    """Whether training continues before a checkpoint is written, so that a copy has to be given to :meth:`save`."""
+    """Whether training continues before a checkpoint is written, so that :meth:`save` must get a copy."""
 
     def save(self, write: Callable[[], None]) -> None:
         """Call ``write``, which writes one checkpoint."""
         write()
 
     def after_saving(self, action: Callable[[], None]) -> None:
-        """Call ``action`` once the checkpoint that is being written is complete; never if writing it fails."""
+        """Call ``action`` when the checkpoint being written is complete; do not call it if writing fails."""
         action()
 
     def settle(self) -> None:
-        """Return when nothing is being written; errors are left for :meth:`wait`."""
+        """Wait until nothing is being written, and leave errors for :meth:`wait`."""
 
     def wait(self) -> None:
-        """Return when nothing is being written.
+        """Wait until nothing is being written.
 
         Raises:
             Exception: The first error of a write since the last call.
@@ -70,10 +70,10 @@ class BackgroundWriter(Writer):
         self._actions: list[Future[None]] = []
 
     def save(self, write: Callable[[], None]) -> None:
-        """Wait for the checkpoint before, then have the thread call ``write``.
+        """Wait for the previous checkpoint, then have the thread call ``write``.
 
         Raises:
-            Exception: The error of the checkpoint before; ``write`` is not called then.
+            Exception: The error of the previous checkpoint. ``write`` is then not called.
         """
         self.wait()
         self._saving = self._executor.submit(write)

@@ -1,4 +1,4 @@
-"""Commands: methods of a ``Protocol`` that one process names and an object on another process implements.
+"""Commands: methods of a ``Protocol`` that one process calls and an object in another process implements.
 
 class StageCommands(Protocol):
     @command(changes_values=False)
@@ -15,22 +15,22 @@ from typing import Any, TypeVar
 F = TypeVar("F", bound=Callable[..., Any])
 
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]
-"""A call of a command as it travels: the name of the method, its positional and its keyword arguments."""
+"""A call of a command as it is sent: the name of the method, its positional and its keyword arguments."""
 
 _ATTRIBUTE = "relay_command"
 
 
 @dataclass(frozen=True)
 class Declaration:
-    """What both sides know of a command besides its signature.
+    """Properties of a command that both sides know besides its signature.
 
     Attributes:
-        changes_values: Whether parameters, buffers or gradients may be others afterwards.
+        changes_values: Whether the command may change parameters, buffers or gradients.
         doing: What the process reports as its activity while the command runs; empty if the command reports it itself.
-        collective: Whether the command runs once for all callers, when each of them has called it, with the arguments
-            of the last one.
-        can_wait: Whether the command has no result and is sent with the next one that cannot wait.
-        lasts: Whether the command is repeated to a process that takes over, because no snapshot has its effect.
+        collective: Whether the command runs once for all callers: when each of them has called it, with the arguments
+            of the last call.
+        can_wait: Whether the command has no result and is sent together with the next command that cannot wait.
+        lasts: Whether a replacement process must run the command again, because no snapshot contains its effect.
         only_reads: Whether the command has a result and no effect.
     """
 
@@ -54,11 +54,11 @@ def command(
     """Declare a method of a ``Protocol`` as a command. Classes that implement the ``Protocol`` must define it.
 
     Args:
-        changes_values: Whether parameters, buffers or gradients may be others afterwards.
+        changes_values: Whether the command may change parameters, buffers or gradients.
         doing: What the process reports as its activity while the command runs; empty if the command reports it itself.
         collective: Whether the command runs once for all callers, when each of them has called it.
-        can_wait: Whether the command has no result and is sent with the next one that cannot wait.
-        lasts: Whether the command is repeated to a process that takes over, because no snapshot has its effect.
+        can_wait: Whether the command has no result and is sent together with the next command that cannot wait.
+        lasts: Whether a replacement process must run the command again, because no snapshot contains its effect.
         only_reads: Whether the command has a result and no effect.
     """
 

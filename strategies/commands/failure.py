@@ -1,4 +1,4 @@
-"""How an exception of a command reaches the caller, with its type, its origin and its traceback."""
+"""Return an exception of a command to the caller, with its type, its origin and its traceback."""
 
 import os
 import pickle
@@ -15,13 +15,13 @@ from strategies.common.errors import RemoteTraceback, is_consequence
 
 @dataclass(frozen=True)
 class Failure:
-    """What a host returns instead of a result.
+    """What a host returns instead of a result when a command raises an exception.
 
     Attributes:
         where: The object, its process and host, and what the object was doing.
-        pickled: The exception, by cloudpickle; empty if it cannot be pickled.
+        pickled: The exception, pickled with cloudpickle; empty if it cannot be pickled.
         traceback: The formatted traceback, without frames of libraries.
-        consequence: Whether the exception results from a failure of another process.
+        consequence: Whether a failure of another process caused the exception.
     """
 
     where: str
@@ -34,12 +34,12 @@ class Failure:
         """Describe an exception to the caller of a command.
 
         Args:
-            error: The exception, which is included if it can be pickled.
+            error: The exception. It is included if it can be pickled.
             what: The object whose command raised it.
             doing: What the object was doing.
         """
         pickled = b""
-        if isinstance(error, Exception):  # an exit, raised again, would end the process of the caller
+        if isinstance(error, Exception):  # SystemExit, raised again, would end the caller's process
             with suppress(Exception):  # attributes of a user's exception may not be picklable
                 pickled = cloudpickle.dumps(error)
         where = f"{what}, process {os.getpid()} on {socket.gethostname()}, in {doing}"
@@ -47,7 +47,7 @@ class Failure:
         return cls(where, pickled, shown, is_consequence(error))
 
     def exception(self) -> BaseException:
-        """Return the exception, whose cause is the traceback of the other process.
+        """Return the exception. Its ``__cause__`` is the traceback of the other process.
 
         Returns:
             The exception itself if it can be unpickled here, otherwise a ``RuntimeError`` that quotes it.

@@ -1,7 +1,7 @@
-"""Tracebacks without the frames of Relay, Lightning and torch's wrappers, which an error of user code goes through.
+"""Print tracebacks of errors in user code without the frames of Relay, Lightning and torch's wrappers.
 
-What is shown is the user's code and the line that raised the error. The exception itself keeps its whole traceback, for
-debuggers, until Python prints it.
+The printed traceback shows the user's code and the line that raised the error. The exception keeps its whole traceback,
+for debuggers, until Python prints it.
 """
 
 import os
@@ -16,15 +16,15 @@ from typing import Any
 from strategies.common.errors import RemoteTraceback
 
 VARIABLE = "RELAY_FULL_TRACEBACK"
-"""Variable of the environment; if it is set, all frames are shown."""
+"""Environment variable. If it is set, all frames are shown."""
 
 _OWN = str(Path(__file__).resolve().parents[1])
 
 _WRAPPERS = ("torch/nn/modules/module.py", "torch/utils/_contextlib.py", "torch/optim/", "/contextlib.py")
-"""Parts of the paths of code that only calls other code."""
+"""Path components of code that only calls other code."""
 
 _BUGS = (AssertionError, AttributeError, IndexError, KeyError, NameError, TypeError)
-"""What code of a library raises by mistake rather than to refuse something; then all frames are of use."""
+"""Exceptions that a library raises because of a bug rather than to refuse something. For these, show all frames."""
 
 
 def _folders() -> list[str]:
@@ -34,10 +34,10 @@ def _folders() -> list[str]:
 
 
 def folded(error: BaseException) -> tuple[TracebackType | None, int]:
-    """Return the traceback of an error without frames of libraries, and the number of frames left out.
+    """Return the traceback of an error without library frames, and the number of frames left out.
 
-    The frame that raised the error stays, unless another process has raised it. Nothing is left out if
-    :data:`VARIABLE` is set, if no other frame would be left, or if a library has raised the error by mistake.
+    Keeps the frame that raised the error, unless another process raised it. Keeps all frames if :data:`VARIABLE` is
+    set, if no other frame would be left, or if the error is a bug of a library.
     """
     frames = []
     entry = error.__traceback__
@@ -68,7 +68,7 @@ def folded(error: BaseException) -> tuple[TracebackType | None, int]:
 
 
 def fold_when_shown(error: BaseException) -> None:
-    """Have Python show an error that ends the program without the frames of libraries."""
+    """Make Python print an error that ends the program without library frames."""
     vars(error)["relay_folds"] = True  # the hook must not refer to the error, whose frames refer to the model
     if getattr(sys.excepthook, "func", None) is not _show:
         sys.excepthook = partial(_show, sys.excepthook)

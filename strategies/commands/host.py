@@ -1,10 +1,10 @@
-"""A host: it holds an object for other processes and runs the object's commands one at a time, on one thread.
+"""A host holds an object for other processes and runs the object's commands one at a time, on one thread.
 
 RPC threads      submit(calls, number) ──▶ queue ──┐          progress() ──▶ what the object does now
 compute thread                                     └──▶ object.command(...) ──▶ future of submit
 
-An only caller may also have a link to the object, over which orders arrive (:meth:`Host.follow`). The compute thread
-then waits for the next order: calls that have no result, or the number of a submission, whose turn has come.
+If there is only one caller, it may also send orders over a link to the object (:meth:`Host.follow`). The compute thread
+then waits for the next order: calls without results, or the number of the submission to run next.
 """
 
 import threading
@@ -24,10 +24,10 @@ from strategies.common.activity import Activity, Progress
 
 
 class Hosted(Protocol):
-    """What a host needs of its object besides the commands."""
+    """The methods that a host calls on its object besides the commands."""
 
     def describe(self) -> str:
-        """Return the object in words, for error messages."""
+        """Return a description of the object for error messages."""
 
     def announce_failure(self) -> None:
         """Tell every process that may wait for this object that a command has failed."""
@@ -36,17 +36,17 @@ class Hosted(Protocol):
 T = TypeVar("T", bound=Hosted)
 
 Order = Sequence[Call] | int | None
-"""What an object gets over the link to its only caller: calls that have no result; or the number of a submission, which
-runs now, after all that have smaller numbers; or the end."""
+"""What the only caller sends over the link: calls without results; the number of a submission, which runs now, after
+all submissions with smaller numbers; or the end of the orders."""
 
 
 @dataclass(frozen=True)
 class Behind:
-    """The reply to a submission that ran after calls of an order had failed.
+    """The reply to a submission that ran after the calls of an order had failed.
 
     Attributes:
-        failure: How they failed.
-        reply: The result of the submission, or how it failed itself.
+        failure: The failure of the calls.
+        reply: The result of the submission, or its failure.
     """
 
     failure: Failure
@@ -64,18 +64,19 @@ class _Follow(NamedTuple):
 
 
 class Host(Generic[T]):
-    """Holds an object and runs its commands on a thread of its own.
+    """Holds an object and runs its commands on a dedicated thread.
 
-    The handlers of RPC only queue commands. Computing on their pool of threads, each of which has a malloc arena of its
-    own, made a training step 1.4 times as long.
+    RPC handlers only queue commands. They run on a pool of threads, each with a separate malloc arena; computing there
+    made a training step 1.4 times as long.
 
     The compute thread ends after the commands submitted before :meth:`close`, or when nothing refers to the host.
 
     Args:
-        create: Creates the object. The compute thread calls it ahead of the first command, which reports an exception.
+        create: Creates the object. The compute thread calls it before the first command. If it raises, the first
+            command reports the exception.
         commands: The ``Protocol`` that declares the commands of the object.
-        name: The object in words until it exists.
-        activity: Where the object records what it does.
+        name: A description of the object, used until the object exists.
+        activity: The record of what the object does.
         num_callers: The number of processes that call collective commands.
         next_order: Waits for the next order on the link of the object, for :meth:`follow`.
     """
@@ -105,9 +106,9 @@ class Host(Generic[T]):
         """Queue calls of commands. Only the last one may be collective.
 
         Args:
-            calls: They run one after another, without others in between.
-            number: Place among the submissions of the only caller, since RPC may deliver them in another order;
-                without it they run in the order of arrival.
+            calls: The calls. They run one after another; no other call runs in between.
+            number: The place of these calls among all submissions of the only caller, since RPC may deliver them out
+                of order. Without a number, calls run in the order of arrival.
 
         Returns:
             The result of the last call, or a :class:`~strategies.commands.failure.Failure`.
@@ -128,11 +129,12 @@ class Host(Generic[T]):
         return future
 
     def follow(self) -> Future[Any]:
-        """Follow the orders on the link of the object, once the submissions so far have run.
+        """Follow the orders on the link of the object, after the submissions so far have run.
 
         Returns:
-            Done when the orders end, or when calls of one fail. Then it is the
-            :class:`~strategies.commands.failure.Failure`, later orders are not read, and submissions run as they come.
+            A future that is done when the orders end, or when the calls of an order fail. In that case its result is
+            the :class:`~strategies.commands.failure.Failure`. The host then reads no more orders and runs submissions
+            in the order of arrival.
         """
         ended: Future[Any] = Future()
         self._compute.queue.put(_Follow(ended))
@@ -140,7 +142,7 @@ class Host(Generic[T]):
 
     @property
     def hosted(self) -> T:
-        """The object, for what needs no order among the commands."""
+        """Return the object, for uses that need no order relative to the commands."""
         assert self._compute.hosted is not None
         return self._compute.hosted
 
@@ -154,7 +156,7 @@ class Host(Generic[T]):
 
 
 class _Compute(Generic[T]):
-    """The state of the compute thread, which keeps no reference to the host."""
+    """The state of the compute thread. It has no reference to the host, so that the host can be freed."""
 
     def __init__(
         self,
@@ -169,20 +171,20 @@ class _Compute(Generic[T]):
         self.queue: SimpleQueue[_Job | _Follow | None] = SimpleQueue()
         self.hosted: T | None = None
         self._early: dict[int, _Job] = {}
-        """Jobs that have arrived ahead of earlier ones, by number."""
+        """Jobs that arrived before jobs with smaller numbers, by number."""
         self._next_number = 0
         self._failed: Failure | None = None
-        """How calls of an order have failed."""
+        """The failure of the calls of an order."""
 
     def run(self) -> None:
         with self._activity.running():
             while self._run_next():
                 pass
 
-    # The methods below keep no local variable that would hold arguments and results of a job during the next wait.
+    # Each step below is a method, so that no local variable keeps arguments and results of a job during the next wait.
 
     def _run_next(self) -> bool:
-        """Wait for a job and finish those whose turn it is; returns whether there may be more."""
+        """Wait for a job and finish all jobs whose turn has come. Returns whether more jobs may follow."""
         job = self._activity.idle(self.queue.get)
         if job is None:
             return False
@@ -205,7 +207,7 @@ class _Compute(Generic[T]):
         self._tell([ended], result or None)
 
     def _follow_next(self) -> bool:
-        """Wait for an order and obey it; returns whether there may be more."""
+        """Wait for an order and execute it. Returns whether more orders may follow."""
         assert self.hosted is not None and self._next_order is not None
         order = self._activity.idle(partial(self._next_order, self.hosted))
         if isinstance(order, int):
@@ -231,7 +233,7 @@ class _Compute(Generic[T]):
         try:
             for future in futures:
                 future.set_result(result)
-        finally:  # after the caller has been told the cause, of which the failures of others are consequences
+        finally:  # first tell the caller the cause; failures of other processes are consequences
             if isinstance(result.reply if isinstance(result, Behind) else result, Failure) and self.hosted is not None:
                 self.hosted.announce_failure()
 
@@ -243,13 +245,13 @@ class _Compute(Generic[T]):
     def _outcome(self, run: Callable[[], Any]) -> Any:
         try:
             return run()
-        except BaseException as error:  # a layer may even call sys.exit(); the caller must hear of it
+        except BaseException as error:  # a layer may even call sys.exit(); the caller must get this error too
             what = self._name if self.hosted is None else self.hosted.describe()
             return Failure.of(error, what, self._activity.doing)
 
 
 def run_calls(hosted: Any, calls: Sequence[Call], declarations: Mapping[str, Declaration], activity: Activity) -> Any:
-    """Run calls of commands one after another, and return the result of the last one."""
+    """Run calls of commands one after another, and return the result of the last call."""
     result = None
     for name, args, kwargs in calls:
         if doing := declarations[name].doing:
@@ -267,13 +269,13 @@ def perform(host: Any, calls: Sequence[Call], number: int | None = None) -> Futu
 
 @rpc.functions.async_execution
 def follow(host: Any) -> Future[Any]:
-    """Have the host behind the ``RRef`` follow orders; see :meth:`Host.follow`."""
+    """Make the host behind the ``RRef`` follow orders; see :meth:`Host.follow`."""
     future: Future[Any] = host.local_value().follow()
     return future
 
 
 def progress(host: Any) -> Progress:
-    """Ask the host behind the ``RRef`` what its object does, while a command runs; see :meth:`Host.progress`."""
+    """Return what the object of the host behind the ``RRef`` does now; see :meth:`Host.progress`."""
     answer: Progress = host.local_value().progress()
     return answer
 

@@ -1,7 +1,7 @@
-"""Reports to other processes what a worker does: while it computes, when it hangs, and after it has been killed.
+"""Report to other processes what a worker does: while it computes, when it hangs, and after it has been killed.
 
-compute thread ── doing = "F2, layer 1" ──▶ Activity ──▶ a call of the driver's: how far, and where its stack stands
-                                               └───────▶ a file, which is still there when the process is not
+compute thread ── doing = "F2, layer 1" ──▶ Activity ──▶ the driver asks for the progress and the Python stack
+                                               └───────▶ a file, which remains after the process has ended
 """
 
 import mmap
@@ -23,15 +23,15 @@ _NOTE_BYTES = 256
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a stage is.
+    """The progress of a stage.
 
     Attributes:
-        num_done: How many things it has begun so far.
-        doing: What it does now or did last: ``F2, layer 1``.
-        waits: Whether it waits for another process.
-        idle: Whether it waits for something to do.
-        busy_seconds: For how long the process has computed so far, or waited for a core; its children included.
-        stack: Where the compute thread's Python stack stands.
+        num_done: The number of activities that the stage has begun.
+        doing: The current or most recent activity: ``F2, layer 1``.
+        waits: Whether the stage waits for another process.
+        idle: Whether the stage waits for its next command.
+        busy_seconds: The time for which the process and its children have computed or waited for a core.
+        stack: The Python stack of the compute thread.
     """
 
     num_done: int
@@ -43,10 +43,12 @@ class Progress:
 
 
 class Note:
-    """A file that tells what its writer does or did last. It is mapped memory, so it outlives its writer.
+    """A file with the current or most recent activity of the process that writes it.
+
+    The file is mapped into memory, so its content remains if the process is killed.
 
     Args:
-        path: Of the file, which is made, or emptied.
+        path: The file. It is created, or emptied if it exists.
     """
 
     def __init__(self, path: Path) -> None:
@@ -55,15 +57,15 @@ class Note:
             self._bytes = mmap.mmap(file.fileno(), _NOTE_BYTES)
 
     def write(self, text: str) -> None:
-        """Replaces what is there."""
+        """Replace the content of the file."""
         self._bytes[:] = text.encode()[:_NOTE_BYTES].ljust(_NOTE_BYTES, b"\0")
 
 
 class Activity:
-    """What a stage does. Made by the thread that computes, or before there is one.
+    """Records what a stage does. The compute thread creates this object, or it exists before the compute thread starts.
 
     Args:
-        note: The file that tells it after the process's death.
+        note: The file from which other processes read the activity after this process has ended.
     """
 
     def __init__(self, note: Path | None = None) -> None:
@@ -73,13 +75,13 @@ class Activity:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Within this, the calling thread computes for the stage."""
+        """Context in which the calling thread computes for the stage."""
         self._thread = threading.current_thread()
         yield
 
     @property
     def doing(self) -> str:
-        """What the stage does now or did last, for error reports: ``F3, layer 5``."""
+        """The current or most recent activity, for error reports: ``F3, layer 5``."""
         return self._doing
 
     @doing.setter
@@ -89,7 +91,7 @@ class Activity:
         self._write(f"in {what}")
 
     def wait(self, wait: Callable[[], Any]) -> Any:
-        """Calls what waits for another process."""
+        """Call a function that waits for another process."""
         self._waits = True
         try:
             return wait()
@@ -97,7 +99,7 @@ class Activity:
             self._waits = False
 
     def idle(self, wait: Callable[[], Any]) -> Any:
-        """Calls what waits for something to do."""
+        """Call a function that waits for the next command."""
         self._write(f"idle after {self._doing}" if self._doing else "idle")
         self._idle = True
         try:
@@ -106,7 +108,7 @@ class Activity:
             self._idle = False
 
     def progress(self) -> Progress:
-        """How far the stage is; any thread may ask."""
+        """Return the progress of the stage. Any thread may call this."""
         frame = sys._current_frames().get(self._thread.ident or 0) if self._thread is not None else None
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
         return Progress(self.num_done, self._doing, self._waits, self._idle, self._busy_seconds(), stack)
@@ -118,8 +120,8 @@ class Activity:
     def _busy_seconds(self) -> float:
         children = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds = time.process_time() + children.ru_utime + children.ru_stime
-        with suppress(OSError):  # the system is not Linux, or its kernel does not tell
-            # psutil does not have this: the second number is the time for which the thread waited for a free core.
+        with suppress(OSError):  # the system is not Linux, or its kernel does not provide the file
+            # The second number is the time for which the thread waited for a free core; psutil does not provide it.
             thread = self._thread.native_id if self._thread is not None else 0
             waited = Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[1]
             seconds += int(waited) / 1e9
@@ -127,7 +129,7 @@ class Activity:
 
 
 def noted(note: Path | None) -> str:
-    """What the process that wrote this file did last, in words; empty if it is not known."""
+    """Describe the most recent activity of the process that wrote this file; empty if it is not known."""
     if note is None:
         return ""
     text = note.read_bytes().rstrip(b"\0") if note.exists() else b""
@@ -135,10 +137,10 @@ def noted(note: Path | None) -> str:
 
 
 def _seconds_of_descendants() -> float:
-    """The CPU time of the processes (compilers, for instance) that this one, or one of them, has started."""
+    """Return the CPU time of this process's descendants, such as compilers."""
     seconds = 0.0
     for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):  # it has ended
+        with suppress(psutil.Error):  # the descendant has ended
             times = process.cpu_times()
             seconds += times.user + times.system + times.children_user + times.children_system
     return seconds

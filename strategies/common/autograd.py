@@ -1,4 +1,4 @@
-"""Autograd nodes with a backward function of their own, and gradients that are added to ``.grad`` later."""
+"""Autograd nodes with a custom backward function, and gradients that are added to ``.grad`` later."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,17 +16,17 @@ Backward = Callable[[Sequence[Tensor | None], Sequence[Tensor]], Sequence[Tensor
 
 
 def with_backward(outputs: Tree, wanted: Sequence[bool], inputs: Sequence[Tensor], backward: Backward) -> Tree:
-    """Give results that were computed without autograd a place in its graph.
+    """Insert results that were computed without autograd into the autograd graph.
 
     Args:
         outputs: The results, tensors in any nesting.
         wanted: For each tensor among the outputs, whether it requires a gradient.
         inputs: The tensors that require a gradient and from which the outputs were computed; may be empty.
-        backward: Takes the gradient of each output that requires one (``None`` if there is none) and the inputs;
+        backward: Takes the gradient of each output that requires a gradient (``None`` if it has none) and the inputs;
             returns the gradients of the inputs.
 
     Returns:
-        ``outputs`` with tensors that are results of one node of the graph.
+        ``outputs`` with tensors that are the outputs of one node of the graph.
     """
     leaves, spec = tree_flatten(outputs)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -67,7 +67,7 @@ class _Node(torch.autograd.Function):
 
 
 def scale_(grad: Tensor, factor: float) -> None:
-    """Multiply a gradient in place; a factor of 0 gives zeros also where it is infinite or not a number."""
+    """Multiply a gradient in place. A factor of 0 gives zeros, also where the gradient is infinite or NaN."""
     if factor == 0.0:
         grad.zero_()
     elif factor != 1.0:
@@ -75,10 +75,10 @@ def scale_(grad: Tensor, factor: float) -> None:
 
 
 class GatheredGradients:
-    """Gradients of one pass, kept apart from ``.grad`` until a later backward pass says with which factor they count.
+    """Gradients of one pass, kept separate from ``.grad`` until a later ``backward`` call determines their factor.
 
     Interleaved schedules compute gradients together with the loss. Training loops clear, accumulate and scale ``.grad``
-    only after that, so ``.grad`` must stay as it is until the loop calls ``backward``.
+    only after that, so ``.grad`` must not change until the loop calls ``backward``.
 
     Args:
         parameters: The parameters whose gradients are kept.
@@ -90,7 +90,7 @@ class GatheredGradients:
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
-        """Let ``.grad`` hold only these gradients during the body, and afterwards what it held before."""
+        """Context in which ``.grad`` holds only these gradients; afterwards it holds its previous value again."""
         before = [parameter.grad for parameter in self._parameters]
         self._swap([None] * len(before))
         try:
@@ -100,7 +100,7 @@ class GatheredGradients:
 
     @torch.no_grad()
     def release(self, factor: float, kept: float = 1.0) -> None:
-        """Add these gradients, times ``factor``, to ``.grad``, times ``kept``; this can be done once.
+        """Set ``.grad`` to ``kept * .grad + factor * gradients``. Can be called once.
 
         A factor of 0 also removes values that are not finite.
         """

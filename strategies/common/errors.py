@@ -1,27 +1,27 @@
-"""Errors that tell that another process has failed, hangs or is gone."""
+"""Errors that report that another process has failed, hangs or has ended."""
 
 from torch.distributed import DistBackendError
 
 
 class WorkerLost(RuntimeError):
-    """Raised if a worker has died, or hangs and has been ended: an error of the machine rather than of the model."""
+    """Raised if a worker died, or hung and was ended: an error of the machine rather than of the model."""
 
 
 class PeerFailed(RuntimeError):
-    """Raised if a neighbour reports that it failed. Its own report gives the cause; this error is a consequence."""
+    """Raised if a neighbour announces that it failed. The neighbour reports the cause; this error is a consequence."""
 
 
 class PeerSilent(RuntimeError):
-    """Raised if a neighbour has sent nothing in time. It may hang, or wait for another process that hangs."""
+    """Raised if a neighbour sent nothing in time. The neighbour hangs, or waits for another process that hangs."""
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Return whether ``error`` only tells that another process failed or has gone.
+    """Return whether ``error`` only reports that another process failed or ended.
 
-    NCCL's errors count too: a communicator has been aborted, or its other end is gone.
+    This includes NCCL's errors: a communicator was aborted, or the peer has ended.
     """
     return (
-        isinstance(error, PeerFailed | PeerSilent | DistBackendError)  # of NCCL
+        isinstance(error, PeerFailed | PeerSilent | DistBackendError)  # raised by NCCL
         or "onnection closed by peer" in str(error)
         or "onnection reset" in str(error)
         or ("Broken pipe" in str(error) and "gloo/transport" in str(error))
@@ -30,7 +30,7 @@ def is_consequence(error: BaseException) -> bool:
 
 
 class RemoteTraceback(Exception):
-    """The cause of an exception that another process raised: where that process raised it, and the traceback there."""
+    """The ``__cause__`` of an exception that another process raised: where it was raised, and the remote traceback."""
 
     def __init__(self, where: str, text: str) -> None:
         super().__init__(f"{where}\n\n{text}")

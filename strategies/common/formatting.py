@@ -1,4 +1,4 @@
-"""Descriptions of ended processes, for messages."""
+"""Descriptions of how processes ended, for messages."""
 
 
 def ending(status: int) -> str:

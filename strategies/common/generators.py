@@ -1,7 +1,7 @@
-"""The global random generators of a process: their states, read in microseconds, and which of them have been used.
+"""The global random number generators of a process: read their states in microseconds, and detect their use.
 
 ``random.getstate`` makes an object of each of the 624 words of a state, and numpy's ``get_state`` takes 0.3 ms. Both
-generators are Mersenne Twisters, whose memory is copied here instead.
+generators are Mersenne Twisters; this module copies their memory instead.
 """
 
 import ctypes
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 WORDS = struct.Struct("i624I")
-"""Memory of a Mersenne Twister: its position and words in Python, words and position in numpy."""
+"""Layout of a Mersenne Twister in memory: position and words in Python, words and position in numpy."""
 
 
 def words_of_python() -> tuple[Any, Any]:
-    """Return Python's global generator and its memory, or ``None`` if that does not follow the header of its object."""
+    """Return Python's global generator and its memory; ``None`` if the memory does not follow the object header."""
     generator: Any = getattr(random.getstate, "__self__", None)
     size, base = object.__basicsize__ + WORDS.size, random.Random.__base__
     if type(generator) is not random.Random or sys.implementation.name != "cpython" or base is None:
@@ -33,17 +33,17 @@ def words_of_python() -> tuple[Any, Any]:
 
 
 class PythonGenerator:
-    """Does what ``random.getstate`` and ``random.setstate`` do, for states that stay in this process."""
+    """A faster ``random.getstate`` and ``random.setstate``, for states that stay in this process."""
 
     def __init__(self) -> None:
         self._generator, self._words = words_of_python()
 
     def getstate(self) -> Any:
-        """Return the state of the generator, to be used with :meth:`setstate` only."""
+        """Return the state of the generator. Only :meth:`setstate` can use it."""
         return random.getstate() if self._words is None else (self._words.raw, self._generator.gauss_next)
 
     def setstate(self, state: Any) -> None:
-        """Restore a state."""
+        """Restore a state that :meth:`getstate` returned."""
         if self._words is None:
             random.setstate(state)
         else:
@@ -54,9 +54,9 @@ _python = PythonGenerator()
 
 
 def generator_states() -> dict[str, Any]:
-    """Return the states of Python's, numpy's and torch's global generators, of every GPU too if CUDA is in use.
+    """Return the states of Python's, numpy's and torch's global generators, including every GPU if CUDA is in use.
 
-    To be compared by :func:`used_since`. Takes about 15 µs.
+    :func:`used_since` compares them. Takes about 15 µs.
     """
     bits = np.random.mtrand.get_bit_generator()
     is_twister = isinstance(bits, np.random.MT19937)
@@ -73,7 +73,7 @@ def generator_states() -> dict[str, Any]:
 
 
 def used_since(before: Mapping[str, Any]) -> list[str]:
-    """Return the names of the generators whose states are not those that :func:`generator_states` returned."""
+    """Return the names of the generators whose states differ from ``before``, a result of :func:`generator_states`."""
     now = generator_states()
     return [name for name, state in before.items() if not _equal(state, now[name])]
 

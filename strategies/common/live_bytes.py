@@ -1,7 +1,7 @@
-"""The bytes of the tensors that code has made and that are still alive, now and at most.
+"""Count the bytes of live tensors that a block of code allocates: the current number and the maximum.
 
 Unlike the memory of a process, these bytes do not depend on the allocator, and tensors on the ``meta`` device count as
-if they had memory. What an operator takes and frees within its own kernel is not seen; sparse tensors do not count.
+if they had memory. Memory that an operator allocates and frees within its kernel and sparse tensors do not count.
 """
 
 import weakref
@@ -16,10 +16,10 @@ from strategies.common.trees import tensors_in
 
 
 class LiveBytes(TorchDispatchMode):
-    """Within this, counts the storages that operators of this thread return, until they are freed.
+    """Mode that counts the storages that operators of this thread return, until they are freed.
 
     Attributes:
-        bytes: The bytes that are alive now.
+        bytes: The current number of live bytes.
         peak: The maximum of ``bytes`` since the start, or since :meth:`reset_peak`.
     """
 
@@ -29,11 +29,11 @@ class LiveBytes(TorchDispatchMode):
         self._known: dict[int, weakref.ref[Any]] = {}
 
     def reset_peak(self) -> None:
-        """Begin a new maximum."""
+        """Set the peak to the current number of bytes."""
         self.peak = self.bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = set(map(storage_key, _with_storage((args, kwargs))))  # which views and operators in place return
+        given = set(map(storage_key, _with_storage((args, kwargs))))  # views and in-place operators return these
         result = func(*args, **(kwargs or {}))
         for tensor in _with_storage(result):
             storage = tensor.untyped_storage()
@@ -54,5 +54,5 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _with_storage(value: Any) -> list[Tensor]:
-    """Return the tensors in a value that have a storage, which sparse ones do not have."""
+    """Return the tensors in a value that have a storage. Sparse tensors have none."""
     return [tensor for tensor in tensors_in(value) if tensor.layout is torch.strided]

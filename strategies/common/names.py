@@ -1,6 +1,6 @@
-"""Names of strategies, suggestions for unknown names, and names that a package imports on first use.
+"""Names of strategies, suggestions for unknown names, and lazy imports for packages.
 
-Imports neither torch nor Lightning.
+This module imports neither torch nor Lightning.
 """
 
 import difflib
@@ -17,16 +17,16 @@ PLUGINS = {
     "dp": "DataParallelStrategy",
 }
 
-_ALIKE = 0.6  # smallest ratio of difflib for a suggestion
-_AS_GOOD = 0.15  # largest difference from the ratio of the best suggestion
+_ALIKE = 0.6  # minimum difflib ratio of a suggestion
+_AS_GOOD = 0.15  # maximum difference from the ratio of the best suggestion
 _MOST = 3
-_FEW = 12  # largest number of names that a message lists in full
+_FEW = 12  # maximum number of names that a message lists in full
 
 
 def did_you_mean(name: str, valid: Iterable[str], *, or_list: bool = True) -> str:
-    """Return the end of a message about an unknown ``name``: the most similar valid names, or all if they are few.
+    """Return the end of a message about an unknown ``name``: the most similar valid names, or all if there are few.
 
-    If no name is similar, ``or_list`` tells whether to list valid names.
+    If no name is similar, ``or_list`` determines whether the message lists valid names.
 
     >>> did_you_mean("micro_batches", ["balance", "microbatches"])
     "; did you mean 'microbatches'?"
@@ -49,7 +49,7 @@ def did_you_mean(name: str, valid: Iterable[str], *, or_list: bool = True) -> st
 def imported_on_first_use(
     package: str, module_of: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return ``__getattr__`` and ``__dir__`` of a package whose names are imported on first use (PEP 562).
+    """Return ``__getattr__`` and ``__dir__`` for a package that imports its names on first use (PEP 562).
 
     Args:
         package: The name of the package.
@@ -65,7 +65,7 @@ def imported_on_first_use(
 
 
 def _likeness(name: str, candidate: str) -> float:
-    """Return a similarity from 0 to 1 that ignores case; a prefix (``fp16`` of ``fp16_compress``) is similar."""
+    """Return a similarity from 0 to 1 that ignores case. A prefix (``fp16`` of ``fp16_compress``) counts as similar."""
     name, candidate = name.lower(), candidate.lower()
     ratio = difflib.SequenceMatcher(None, name, candidate).ratio()
     return max(ratio, _ALIKE) if len(name) > 2 and candidate.startswith(name) else ratio

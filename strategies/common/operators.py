@@ -1,4 +1,4 @@
-"""Operators of ATen, as a ``TorchDispatchMode`` or a tensor subclass sees their calls."""
+"""ATen operators, as a ``TorchDispatchMode`` or a tensor subclass sees them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from strategies.common.torch_compat import declared_arguments, operator_name
 from strategies.common.trees import tensors_in
 
 _UNDECLARED, _STATISTICS = ("native_batch_norm", "batch_norm"), ("running_mean", "running_var")
-"""Operators that change arguments without declaring it, and these arguments."""
+"""Operators that change arguments in place without declaring it in their schema, and these arguments."""
 
 
 def changed_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Objects that are changed for a while."""
+"""Temporary changes of objects."""
 
 import random
 from collections import OrderedDict
@@ -17,7 +17,7 @@ _CONTAINERS = (list, dict, OrderedDict, set)
 
 
 def replaced(holder: Any, name: str, method: Callable[..., Any]) -> Callable[[], None]:
-    """Replace a method of one object; returns a function that undoes this."""
+    """Replace a method of one object. Returns a function that restores it."""
     own = vars(holder)
     had, before = name in own, own.get(name)
     own[name] = method
@@ -33,12 +33,10 @@ def replaced(holder: Any, name: str, method: Callable[..., Any]) -> Callable[[],
 
 @contextmanager
 def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Restore modules after the body.
+    """Context at whose end modules are as they were before.
 
-    That is attributes, entries of lists, dicts and sets in them, values of tensors, and states of generators of random
-    numbers.
-
-    Copies take the place of buffers within the body. Parameters are left to the caller.
+    Restores attributes, the entries of lists, dicts and sets in attributes, the values of tensors, and the states of
+    random number generators. Within the context, copies replace the buffers. Parameters are not restored.
     """
     attributes = [(module, dict(vars(module))) for module in modules]
     values = [value for _, before in attributes for value in before.values()]
@@ -75,7 +73,7 @@ def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _restoring_generator(value: Any) -> Callable[[], Any] | None:
-    """Return what restores the state of a generator of random numbers; ``None`` for any other value."""
+    """Return a function that restores the current state of a random number generator; ``None`` for any other value."""
     if isinstance(value, torch.Generator):
         return partial(value.set_state, value.get_state())
     if isinstance(value, random.Random):
@@ -88,7 +86,7 @@ def _restoring_generator(value: Any) -> Callable[[], Any] | None:
 
 
 def _containers_in(values: Iterable[Any]) -> list[Any]:
-    """Return the lists, dicts and sets among values and in one another, each once."""
+    """Return the lists, dicts and sets among values and nested in them, each once."""
     found: dict[int, Any] = {}
     waiting = list(values)
     while waiting:

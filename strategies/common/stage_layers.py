@@ -10,10 +10,10 @@ _NUMBER_OF_LAYER = re.compile(r"(^|_)(idx|index|layer_id|layer_number)$")
 
 
 class StageLayers(nn.Sequential):
-    """The layers of a stage: one or several chunks of consecutive layers, named as in the whole module.
+    """The layers of a stage: one or more chunks of consecutive layers, named as in the whole module.
 
     Attributes:
-        spans: For each chunk, the places of its layers in the whole module.
+        spans: For each chunk, the indices of its layers in the whole module.
     """
 
     def __init__(self, spans: Sequence[range] = ()) -> None:
@@ -22,7 +22,7 @@ class StageLayers(nn.Sequential):
 
     @property
     def chunks(self) -> list[nn.Sequential]:
-        """The chunks, which share the layers of the stage; the stage itself if it has only one."""
+        """Return the chunks, which share the layers of the stage. If there is one chunk, this is the stage itself."""
         if len(self.spans) == 1:
             return [self]
         ahead = iter(self._modules.items())
@@ -36,11 +36,11 @@ class StageLayers(nn.Sequential):
 
 
 def kinds_of(layers: Sequence[nn.Module]) -> list[Hashable]:
-    """Return a value for each layer that is equal for layers that do the same.
+    """Return a key for each layer. Layers that perform the same computation have equal keys.
 
-    They have the same modules inside, with tensors of the same shapes and equal plain attributes, such as a stride. An
-    attribute that only counts the layers does not make them differ: one that is called so, such as ``layer_idx`` of
-    Hugging Face, or a number that grows evenly over at least three layers that are otherwise alike.
+    Such layers contain the same modules, with tensors of the same shapes and equal plain attributes, such as a stride.
+    An attribute that only counts the layers is ignored: one with a known name, such as Hugging Face's ``layer_idx``, or
+    a number that grows evenly over at least three layers that are otherwise equal.
     """
     shapes, attributes = [_shapes(layer) for layer in layers], [_attributes(layer) for layer in layers]
     alike: dict[tuple[Hashable, tuple[tuple[str, str], ...]], list[int]] = {}
@@ -66,7 +66,7 @@ def _shapes(layer: nn.Module) -> Hashable:
 
 
 def _attributes(layer: nn.Module) -> dict[tuple[str, str], Hashable]:
-    """Return public attributes of the modules that are numbers, strings or tuples of these."""
+    """Return the public attributes of the modules that are numbers, strings or tuples of these."""
     return {
         (path, name): value
         for path, module in layer.named_modules()
@@ -82,7 +82,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _counts(places: Sequence[int], values: Sequence[Hashable]) -> bool:
-    """Return whether numbers grow as evenly as the places of the layers."""
+    """Return whether values grow in proportion to the indices of the layers."""
     numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
     if len(numbers) < max(3, len(values)):
         return False

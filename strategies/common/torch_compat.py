@@ -1,11 +1,11 @@
 """The only module of ``strategies`` and ``trainer`` that uses private names of torch.
 
-Each private function, class or attribute is imported or read here once; other modules use the public names below.
-``tests/unit/test_compat.py`` lists every private name with its use and fails, with torch's version, when one is gone.
-It also fails if another module uses a private name. Three attributes are accepted everywhere, because much of PyTorch's
+This module imports or reads each private function, class or attribute once; other modules use the public names below.
+``tests/unit/test_compat.py`` lists every private name with its use, and fails if a version of torch removes a name. It
+also fails if another module uses a private name. Three attributes are allowed everywhere, because much of PyTorch's
 ecosystem relies on them: ``Module._parameters``, ``Module._buffers`` and ``Module._modules``.
 
-``import torch`` has loaded everything that is imported here, so this module adds nothing to a worker's start.
+``import torch`` has already loaded everything that this module imports, so a worker starts no more slowly.
 """
 
 import sys
@@ -76,26 +76,26 @@ __all__ = [
 
 
 version_of: Callable[[Tensor], int] = attrgetter("_version")
-"""Returns how many times a tensor has been changed in place; views share the count."""
+"""Returns how many times a tensor has been changed in place. Views share the count."""
 
 
 def num_changes(tensor: Tensor) -> int:
-    """Return how often a tensor has been changed in place; 0 for an inference tensor, which does not count."""
+    """Return how often a tensor has been changed in place; 0 for an inference tensor, which has no count."""
     return 0 if tensor.is_inference() else version_of(tensor)
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return a number that two tensors have in common if and only if they share a storage."""
+    """Return a number that is equal for two tensors if and only if they share a storage."""
     return number_of_storage(tensor.untyped_storage())
 
 
 def number_of_storage(storage: torch.UntypedStorage) -> int:
-    """Return a number that no other storage has, as long as this one exists."""
+    """Return a number that identifies a storage as long as the storage exists."""
     return storage._cdata
 
 
 def fake_tensors() -> Any:
-    """Return a context in which tensors have no memory, such as those that ``torch.load`` returns."""
+    """Return a context in which new tensors, such as those that ``torch.load`` returns, have no memory."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # 0.3 s of imports, which no worker needs
 
     return FakeTensorMode()
@@ -107,14 +107,14 @@ def offset_in_file(tensor: Tensor) -> int | None:
 
 
 def storage_of(pickled: Any) -> tuple[torch.UntypedStorage, torch.dtype | None] | None:
-    """Return the storage that an object is when a tensor is pickled, and its dtype; ``None`` for any other object."""
+    """Return the storage and dtype of an object that represents a storage in a pickle; ``None`` for other objects."""
     if isinstance(pickled, torch.storage.TypedStorage):
         return pickled._untyped_storage, pickled.dtype
     return (pickled, None) if isinstance(pickled, torch.UntypedStorage) else None
 
 
 def storage_for_pickle(storage: torch.UntypedStorage, dtype: torch.dtype | None) -> Any:
-    """Return a storage as a tensor expects it that is unpickled; the arguments are those of :func:`storage_of`."""
+    """Return the object that represents a storage when a tensor is unpickled; the inverse of :func:`storage_of`."""
     if dtype is None:
         return storage
     return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
@@ -125,33 +125,33 @@ without_torch_function = torch._C.DisableTorchFunctionSubclass
 
 
 def wrapper_of(kind: type[Tensor], like: Tensor, device: torch.device) -> Any:
-    """Return a tensor of a subclass without storage, which has the shape and dtype of ``like``."""
+    """Return a tensor of a subclass, without storage, with the shape and dtype of ``like``."""
     return Tensor._make_wrapper_subclass(kind, like.shape, dtype=like.dtype, device=device)
 
 
 def norms_of(tensors: list[Tensor], norm_type: float) -> tuple[Tensor, ...]:
-    """Return the norm of each tensor, computed by one fused operation as in ``torch.nn.utils.clip_grad_norm_``."""
+    """Return the norm of each tensor. Uses one fused operation, as ``torch.nn.utils.clip_grad_norm_`` does."""
     return torch._foreach_norm(tensors, norm_type)
 
 
 def operator_name(operator: Any) -> tuple[str, str, str]:
-    """Return namespace, name and overload of an operator, by which another process can look it up."""
+    """Return namespace, name and overload of an operator, so that another process can look it up."""
     return operator.namespace, operator._schema.name.rpartition("::")[2], operator._overloadname
 
 
 def named_operator(namespace: str, name: str, overload: str) -> Any:
-    """Return the operator of which :func:`operator_name` returned this."""
+    """Return the operator with this name; the inverse of :func:`operator_name`."""
     return getattr(getattr(getattr(torch.ops, namespace), name), overload)
 
 
 def declared_arguments(operator: Any) -> Any:
-    """Return the arguments that an operator's schema declares, which tell what it changes in place."""
+    """Return the arguments in an operator's schema, which declares those that the operator changes in place."""
     return operator._schema.arguments
 
 
 gradient_hooks: Callable[[Tensor], tuple[Any, Any]]
 gradient_hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
-"""Returns what ``register_hook`` and ``register_post_accumulate_grad_hook`` registered on a tensor, or ``None``s."""
+"""Returns a tensor's ``register_hook`` and ``register_post_accumulate_grad_hook`` hooks; ``None`` if it has none."""
 
 
 # Modules
@@ -178,26 +178,26 @@ def set_state_dict_hooks(module: nn.Module, hooks: Any, pre_hooks: Any) -> None:
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:
-    """Return the names of a module's own buffers that are not part of its ``state_dict``."""
+    """Return the names of a module's direct buffers that are not part of its ``state_dict``."""
     return module._non_persistent_buffers_set
 
 
 compiled_call: Callable[[nn.Module], Any]
 compiled_call = attrgetter("_compiled_call_impl")
-"""Returns what ``module.compile()`` made; ``None`` if it was not called."""
+"""Returns the compiled call that ``module.compile()`` stored; ``None`` if it was not called."""
 
 
 def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that ``torch.compile`` calls as it stands; it is the same one where nothing compiles."""
+    """Return a function that ``torch.compile`` does not trace; without ``torch.compile``, the function itself."""
     return torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
 
 
 CALL_ATTRIBUTE = "_compiled_call_impl"
-"""Attribute of a module that, if set, is called in place of the module and its hooks. Copies of a module lose it."""
+"""Attribute of a module. If set, it is called instead of the module and its hooks. Copies of the module lose it."""
 
 
 def call_of_module(module: nn.Module) -> Callable[..., Any]:
-    """Return what a call of ``module`` runs: its hooks and ``forward``, compiled or not."""
+    """Return the function that a call of ``module`` runs: its hooks and ``forward``, compiled or not."""
     return module._compiled_call_impl or module._call_impl
 
 
@@ -207,14 +207,14 @@ def convert_tensors(module: nn.Module, function: Callable[[Tensor], Tensor], rec
 
 
 def replacing_conversion(convert: Callable[..., nn.Module]) -> dict[str, Callable[..., nn.Module]]:
-    """Return the instance attribute that makes ``to``, ``float``, ``cuda``, ... of a module call ``convert``."""
+    """Return the instance attribute that makes ``to``, ``float``, ``cuda`` etc. of a module call ``convert``."""
     return {"_apply": convert}
 
 
 def undo_fully_shard(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Give a module its class back, and remove what ``fully_shard`` has added to it, except for parameters.
+    """Restore a module's class, and remove what ``fully_shard`` added to the module, except for parameters.
 
-    torch has no function for this. Its hooks would gather parameters that are whole again.
+    torch has no function for this. The remaining hooks would gather parameters that are already whole.
     """
     from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
     from torch.distributed._composable_state import _module_state_mapping as states
@@ -240,16 +240,16 @@ def undo_fully_shard(module: nn.Module, cls: type[nn.Module]) -> None:
 
 
 is_computed_in_this_pass: Callable[[Any], bool] = torch._C._will_engine_execute_node
-"""Returns, within a backward pass, whether autograd will compute a node of the graph."""
+"""Returns whether the current backward pass will compute a node of the graph."""
 
 
 def number_of_backward_pass() -> int:
-    """Return a number that identifies the backward pass in which this is called."""
+    """Return a number that identifies the current backward pass."""
     return torch._C._current_graph_task_id()
 
 
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call a function when the current backward pass has computed all gradients."""
+    """Call a function at the end of the current backward pass."""
     cast(Any, Variable)._execution_engine.queue_callback(callback)
 
 
@@ -267,11 +267,11 @@ profiler_is_on: Callable[[], bool] = torch.autograd._profiler_enabled
 
 
 def record_functions(enabled: bool) -> None:
-    """Switch the recording of profiler events on or off for this thread and for callbacks that inherit its state."""
+    """Enable or disable the recording of profiler events for this thread and for callbacks that inherit its state."""
     torch.autograd._enable_record_function(enabled)
 
 
-# Modes of a thread, such as those of torch.device and saved_tensors_hooks. A stack's last entry is the innermost one.
+# Modes of a thread, such as torch.device and saved_tensors_hooks. The last entry of a stack is the innermost mode.
 
 num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 pop_function_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
@@ -285,7 +285,7 @@ is_functorch_active: Callable[[], bool] = torch._C._are_functorch_transforms_act
 """Whether a transformation of ``torch.func``, such as ``vmap``, is running."""
 
 top_saved_tensors_hooks: Callable[[], Any] = partial(torch._C._autograd._top_saved_tensors_default_hooks, False)
-"""Returns the innermost pair of hooks on tensors that autograd saves; ``None`` if there is none."""
+"""Returns the innermost pair of ``saved_tensors_hooks``; ``None`` if there is none."""
 
 pop_saved_tensors_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
 push_saved_tensors_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_saved_tensors_default_hooks
@@ -294,19 +294,19 @@ push_saved_tensors_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_
 # Gradient scaler
 
 UnscaleGrads = Callable[[Optimizer, Tensor, Tensor, bool], dict[torch.device, Tensor]]
-"""Divides gradients: optimizer, inverse of the scale, zero to start from, whether float16 gradients are allowed."""
+"""Divides gradients. Arguments: optimizer, inverse scale, initial ``found_inf``, whether to allow float16 gradients."""
 
 
 def unscale_grads(scaler: torch.amp.GradScaler) -> UnscaleGrads:
     """Return the method of a scaler's class that both ``unscale_`` and ``step`` call to divide gradients.
 
-    It returns for each device a scalar that is not zero if a gradient is infinite or not a number.
+    For each device, it returns a scalar that is not zero if a gradient is infinite or NaN.
     """
     return cast(Any, type(scaler))._unscale_grads_.__get__(scaler)
 
 
 def replacing_unscale_grads(function: UnscaleGrads) -> dict[str, Any]:
-    """Return the instance attribute that makes a scaler divide gradients by ``function``."""
+    """Return the instance attribute that makes a scaler call ``function`` to divide gradients."""
     return {"_unscale_grads_": function}
 
 
@@ -314,7 +314,7 @@ def replacing_unscale_grads(function: UnscaleGrads) -> dict[str, Any]:
 
 
 def forget_group_names() -> None:
-    """Start numbering process groups anew, as a new process does; after the default group was destroyed only."""
+    """Restart the numbering of process groups, as in a new process. Call this only without a default group."""
     _world.group_count = 0
 
 
@@ -324,12 +324,12 @@ def has_excepthook_of_groups(hook: Any) -> bool:
 
 
 def cpu_backend(group: ProcessGroup) -> Any:
-    """Return the backend for CPU tensors, whose ``send`` and ``recv`` save a call of torch's dispatcher each."""
+    """Return the backend for CPU tensors. Its ``send`` and ``recv`` each save a call of torch's dispatcher."""
     return group._get_backend(torch.device("cpu"))
 
 
 def timeout_of(group: ProcessGroup) -> timedelta:
-    """Return the time-out with which a group's gloo backend connected; its sends and receives know no other one."""
+    """Return the time-out with which a group's gloo backend connected. It also applies to sends and receives."""
     timeout: timedelta = cpu_backend(group).options._timeout
     return timeout
 
@@ -342,11 +342,11 @@ def gloo_options(device: Any, timeout: timedelta) -> Any:
 
 
 def nccl_backend(store: dist.Store, rank: int, size: int) -> Any:
-    """Return an NCCL communicator of its own, which is registered nowhere, before ``eager_connect_single_device``.
+    """Return a separate, unregistered NCCL communicator, before ``eager_connect_single_device``.
 
-    It has no time-out to speak of: at a time-out, torch's watchdog ends the process (by default,
-    ``TORCH_NCCL_ASYNC_ERROR_HANDLING`` is 3), also while a debugger holds another process. Relay detects processes that
-    hang by itself, and ends waits for transfers when a process has failed.
+    Its time-out is practically infinite: at a time-out, torch's watchdog ends the process (by default,
+    ``TORCH_NCCL_ASYNC_ERROR_HANDLING`` is 3), even if a debugger has stopped another process. Relay itself detects
+    processes that hang, and ends waits for transfers when a process has failed.
     """
     nccl = cast(Any, dist).ProcessGroupNCCL
     options = nccl.Options()
@@ -355,20 +355,20 @@ def nccl_backend(store: dist.Store, rank: int, size: int) -> Any:
 
 
 def group_without_backend(store: dist.Store, rank: int, size: int) -> ProcessGroup:
-    """Return a process group that is registered nowhere and has no connections yet."""
+    """Return an unregistered process group without connections."""
     group = ProcessGroup(store, rank, size)
     group._set_default_backend(ProcessGroup.BackendType.GLOO)
     return group
 
 
 def add_gloo_backend(group: ProcessGroup, backend: Any, timeout: timedelta) -> None:
-    """Give a group its connections; ``timeout`` holds for its collectives."""
+    """Add a connected gloo backend to a group; ``timeout`` applies to the group's collectives."""
     backend._set_default_timeout(timeout)
     group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, backend)
 
 
 def broadcast_coalesced(group: ProcessGroup, tensors: list[Tensor], buffer_bytes: int, source: int) -> None:
-    """Broadcast tensors from one rank of a group, several in one message."""
+    """Broadcast tensors from one rank of a group, with several tensors per message."""
     cast(Any, dist)._broadcast_coalesced(group, tensors, buffer_bytes, source)
 
 
@@ -376,25 +376,25 @@ def broadcast_coalesced(group: ProcessGroup, tensors: list[Tensor], buffer_bytes
 
 
 def rpc_is_initialized() -> bool:
-    """Return whether this process takes part in an RPC session."""
+    """Return whether this process is part of an RPC session."""
     return rpc.api._is_current_rpc_agent_set()
 
 
 def rpc_workers() -> list[Any]:
-    """Return name and id of every process of the current RPC session."""
+    """Return the name and id of every process of the current RPC session."""
     return rpc.api._get_current_rpc_agent().get_worker_infos()
 
 
 def num_rpc_sessions_begun() -> int:
-    """Return how many sessions ``init_rpc`` has begun in this process."""
+    """Return how many sessions ``init_rpc`` has started in this process."""
     return rpc._init_counter
 
 
 def rpc_options(*, num_threads: int, timeout_seconds: float | None = None) -> Any:
-    """Return options of an RPC agent that uses plain TCP only.
+    """Return options of an RPC agent that uses only plain TCP.
 
-    torch's default transport on one machine, ``shm``, polls without pause and so takes one core per process. Its other
-    channels open dozens of listening sockets for tensors that Relay does not send by RPC.
+    torch's default transport on one machine, ``shm``, polls without pause and so takes one core per process. torch's
+    other channels open dozens of listening sockets for tensors, which Relay does not send by RPC.
     """
     given: Mapping[str, float] = {} if timeout_seconds is None else {"rpc_timeout": timeout_seconds}
     return rpc.TensorPipeRpcBackendOptions(
@@ -403,17 +403,17 @@ def rpc_options(*, num_threads: int, timeout_seconds: float | None = None) -> An
 
 
 def set_autograd_number(number: int) -> None:
-    """Set the number of this process in distributed autograd, which torch takes once in the life of a process."""
+    """Set the number of this process in distributed autograd. torch accepts this once per process."""
     dist_autograd._init(number)
 
 
 def set_rpc_agent(agent: Any) -> None:
-    """Make ``agent`` the one of this process: the part of ``init_rpc`` that follows the creation of the agent."""
+    """Make ``agent`` the RPC agent of this process: the part of ``init_rpc`` after the creation of the agent."""
     rpc.api._init_rpc_states(agent)
 
 
 def start_rpc_alone(name: str, options: Any) -> None:
-    """Start an RPC session of one process without counting it as ``init_rpc`` does."""
+    """Start an RPC session of one process that does not count as a session of ``init_rpc``."""
     backend = rpc.backend_registry.BackendType["TENSORPIPE"]
     rpc._init_rpc_backend(backend, dist.HashStore(), name, 0, 1, options)
 
@@ -422,12 +422,12 @@ def start_rpc_alone(name: str, options: Any) -> None:
 
 
 def index_sampler(loader: Any) -> Iterable[Any]:
-    """Return what a ``DataLoader`` draws indices from: its batch sampler, or its sampler if it does not batch."""
+    """Return the batch sampler of a ``DataLoader``, or its sampler if it does not batch."""
     return loader._index_sampler
 
 
 def makes_own_iterator(kind: type, base: type) -> bool:
-    """Return whether a subclass of ``DataLoader`` overrides how iterators are made."""
+    """Return whether a subclass of ``DataLoader`` overrides the creation of iterators."""
     return cast(Any, kind)._get_iterator is not cast(Any, base)._get_iterator
 
 

@@ -1,7 +1,6 @@
 """The only module of Relay that uses private names of ``transformers``. It does not import ``transformers``.
 
-Models of Hugging Face declare their blocks, whether they fill a key-value cache, and which modules recompute their
-activations.
+Hugging Face models declare their blocks, whether they fill a key-value cache, and which modules recompute activations.
 """
 
 import inspect
@@ -27,10 +26,10 @@ _INITIALISES = "_init_weights"
 """Method of a ``PreTrainedModel`` that sets the initial values of the parameters and buffers of one of its modules."""
 
 _OPENS_FILES = "safe_open"
-"""What ``transformers.modeling_utils`` calls to open a file of ``safetensors``."""
+"""The function that ``transformers.modeling_utils`` calls to open a ``safetensors`` file."""
 
 _READS_IN_ONE_THREAD = "HF_DEACTIVATE_ASYNC_LOAD"
-"""Environment variable: ``from_pretrained`` reads tensors in the thread that has called it."""
+"""Environment variable that makes ``from_pretrained`` read tensors in the calling thread."""
 
 _RECOMPUTES = "gradient_checkpointing"
 """Flag of a module that recomputes its activations, set by ``PreTrainedModel.gradient_checkpointing_enable``."""
@@ -54,7 +53,7 @@ def lists_of_blocks(model: nn.Module) -> list[str]:
 
 
 def initialiser_of(model: nn.Module, name: str) -> Callable[[], Any] | None:
-    """Return what initialises a module as the model of Hugging Face around it does; ``None`` if there is none.
+    """Return a function that initialises a module as the enclosing Hugging Face model does; ``None`` without one.
 
     Args:
         model: The whole model.
@@ -70,13 +69,13 @@ def initialiser_of(model: nn.Module, name: str) -> Callable[[], Any] | None:
 
 @contextmanager
 def lazy_safetensors(make: Callable[[str, str, Tensor], Tensor]) -> Iterator[None]:
-    """Within this, ``from_pretrained`` reads no values of files of ``safetensors``.
+    """Context in which ``from_pretrained`` reads no values from ``safetensors`` files.
 
     Has no effect if ``transformers`` has not been imported.
 
     Args:
-        make: Returns the tensor to use instead, given the path of a file, the name of a tensor in it, and an empty
-            tensor on the ``meta`` device of the same shape and dtype.
+        make: Returns the tensor to use instead. Its arguments are the path of a file, the name of a tensor in it, and
+            an empty tensor on the ``meta`` device of the same shape and dtype.
     """
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None or not hasattr(modeling, _OPENS_FILES):
@@ -85,7 +84,7 @@ def lazy_safetensors(make: Callable[[str, str, Tensor], Tensor]) -> Iterator[Non
     opens = getattr(modeling, _OPENS_FILES)
     setattr(modeling, _OPENS_FILES, partial(_LazyFile, opens, make))
     before = os.environ.get(_READS_IN_ONE_THREAD)
-    os.environ[_READS_IN_ONE_THREAD] = "1"  # ``make`` works in the thread that has called it
+    os.environ[_READS_IN_ONE_THREAD] = "1"  # ``make`` must run in the calling thread
     try:
         yield
     finally:
@@ -97,14 +96,14 @@ def lazy_safetensors(make: Callable[[str, str, Tensor], Tensor]) -> Iterator[Non
 
 
 def read_safetensors(path: Path, key: str) -> Tensor:
-    """Return a tensor of a file of ``safetensors``, a package that comes with ``transformers``."""
+    """Return a tensor of a ``safetensors`` file. ``transformers`` installs the package ``safetensors``."""
     with import_module("safetensors").safe_open(str(path), framework="pt", backend="pread") as file:
         tensor: Tensor = file.get_tensor(key)
     return tensor
 
 
 class _LazyFile:
-    """A file of ``safetensors``, opened by ``from_pretrained``."""
+    """A ``safetensors`` file that ``from_pretrained`` opens."""
 
     def __init__(
         self,
@@ -148,9 +147,9 @@ class _LazySlice:
 
 
 def switch_off_cache(model: nn.Module) -> list[Callable[[], None]]:
-    """Set ``use_cache=False`` in the configurations of a model of Hugging Face; return functions that undo this.
+    """Set ``use_cache=False`` in the configurations of a Hugging Face model; return functions that undo this.
 
-    A key-value cache serves generation only. Blocks in other processes would fill it without effect.
+    Only generation uses a key-value cache, and blocks in other processes would fill it without effect.
     """
     undo: list[Callable[[], None]] = []
     for module in model.modules():
@@ -166,7 +165,7 @@ def switch_off_recomputation(blocks: nn.Module) -> list[Callable[[], None]]:
     """Undo ``model.gradient_checkpointing_enable()`` for some modules; return functions that restore it.
 
     Args:
-        blocks: What a stage recomputes. Modules outside recompute themselves as before.
+        blocks: The blocks that the stages recompute. Modules outside of them still recompute their activations.
     """
     undo: list[Callable[[], None]] = []
     for module in blocks.modules():
@@ -179,8 +178,10 @@ def switch_off_recomputation(blocks: nn.Module) -> list[Callable[[], None]]:
 # Outputs that hooks capture: output_hidden_states, output_attentions, output_router_logits
 
 _CAPTURING = "transformers.utils.output_capturing"
-"""The module of ``transformers`` whose hooks, installed at the first forward pass that wants such outputs, fill a
-collector: a dict from the name of an output to the list of tensors that modules of one class have returned."""
+"""The module of ``transformers`` that installs capturing hooks, in the first forward pass that requests such outputs.
+
+The hooks fill a collector: a dict from the name of an output to the list of tensors that modules of one class returned.
+"""
 
 _HOOK = "install_output_capuring_hook.<locals>.output_capturing_hook"
 _SELECTION = "_hidden_states_layers"
@@ -188,12 +189,12 @@ _SELECTION = "_hidden_states_layers"
 
 @dataclass(frozen=True)
 class Capture:
-    """What one hook in a block captures.
+    """The output that one hook in a block captures.
 
     Attributes:
         path: The module with the hook, within the block.
         key: The name of the output, such as ``"router_logits"``.
-        index: Which element of the module's output, if that is a tuple.
+        index: The index of the element, if the module returns a tuple.
     """
 
     path: str
@@ -202,19 +203,19 @@ class Capture:
 
 
 def is_capturing_hook(hook: Any) -> bool:
-    """Return whether a forward hook is one of those that capture outputs."""
+    """Return whether a forward hook captures outputs for ``transformers``."""
     return getattr(hook, "__module__", "") == _CAPTURING and getattr(hook, "__qualname__", "") == _HOOK
 
 
 def active_collector() -> MutableMapping[str, Any] | None:
-    """Return what the hooks fill in the forward pass that runs on this thread; ``None`` if they capture nothing."""
+    """Return the collector of the forward pass that runs on this thread; ``None`` if the hooks capture nothing."""
     module: Any = sys.modules.get(_CAPTURING)
     return (module._active_collector.get() or None) if module is not None else None
 
 
 @contextmanager
 def collector_hidden() -> Iterator[None]:
-    """Within this, the hooks of ``transformers`` capture nothing."""
+    """Context in which the hooks of ``transformers`` capture nothing."""
     module: Any = sys.modules.get(_CAPTURING)
     if module is None:
         yield
@@ -227,7 +228,7 @@ def collector_hidden() -> Iterator[None]:
 
 
 def captures_in(block: nn.Module, collector: MutableMapping[str, Any]) -> list[Capture]:
-    """Return what the hooks in a block capture for a collector."""
+    """Return the outputs that the hooks in a block capture for a collector."""
     found = []
     for path, module in block.named_modules():
         for hook in forward_hooks(module)[1].values():
@@ -240,7 +241,7 @@ def captures_in(block: nn.Module, collector: MutableMapping[str, Any]) -> list[C
 
 @contextmanager
 def capturing(block: nn.Module, captures: Sequence[Capture]) -> Iterator[dict[str, list[Tensor]]]:
-    """Within this, what modules of a block return goes to the yielded dict, as the hooks of ``transformers`` do it."""
+    """Yield a dict, and add to it what modules of a block return, as the hooks of ``transformers`` do."""
     captured: dict[str, list[Tensor]] = {capture.key: [] for capture in captures}
 
     def hook(capture: Capture, module: nn.Module, args: Any, output: Any) -> None:
@@ -257,7 +258,7 @@ def capturing(block: nn.Module, captures: Sequence[Capture]) -> Iterator[dict[st
 
 
 def collect(collector: MutableMapping[str, Any], captured: MutableMapping[str, list[Tensor]]) -> None:
-    """Add captured outputs to a collector, in which ``None`` stands for a hidden state that was not asked for."""
+    """Add captured outputs to a collector, where ``None`` stands for a hidden state that was not requested."""
     for key, values in captured.items():
         for value in values:
             selection = collector.get(_SELECTION) if key == "hidden_states" else None
@@ -265,20 +266,20 @@ def collect(collector: MutableMapping[str, Any], captured: MutableMapping[str, l
             collector[key].append(value if is_wanted else None)
 
 
-# An input made from a configuration
+# Example inputs made from a configuration
 
 EXAMPLE_ROWS, EXAMPLE_LENGTH = 2, 128
 _PREDICTS_TOKENS = ("ForCausalLM", "ForMaskedLM", "LMHeadModel", "ForConditionalGeneration")
-"""Ends of the names of the classes whose labels have the shape of the tokens."""
+"""Suffixes of the names of classes whose labels have the shape of the tokens."""
 
 
 def example_of(model: nn.Module, module: nn.Module) -> tuple[nn.Module, dict[str, Any]] | None:
-    """Return the outermost model of Hugging Face around ``module``, and an input for it made from its configuration.
+    """Return the outermost Hugging Face model that contains ``module``, and an example input from its configuration.
 
-    The input has 2 rows of up to 128 tokens, and the tokens as labels if the model predicts tokens, or 2 images.
+    The input has 2 rows of up to 128 tokens, with the tokens as labels if the model predicts tokens; or 2 images.
 
     Returns:
-        ``None`` if there is no such model around ``module``, or if it takes something other than tokens or images.
+        ``None`` if no such model contains ``module``, or if its input is neither tokens nor images.
     """
     around = [
         child

@@ -1,4 +1,4 @@
-"""Nested structures of tensors: finding, naming and replacing the tensors in them."""
+"""Find, name and replace the tensors in nested structures."""
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from strategies.common.torch_compat import tree_flatten_with_path, tree_leaves, 
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """Return the tensors in a nested structure, in the order of its leaves."""
+    """Return the tensors in a nested structure, in the order of the leaves."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
@@ -23,16 +23,16 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Tensor]:
 
 
 def with_tensors(tree: Any, tensors: Mapping[str, Tensor], prefix: str = "") -> Any:
-    """Return the structure with ``tensors``, keyed as by :func:`flat`, in place of its own tensors of these keys."""
+    """Return the structure with some tensors replaced by ``tensors``, whose keys are those of :func:`flat`."""
     result = tree_map_with_path(lambda path, leaf: tensors.get(name_of(path, prefix), leaf), tree)
     if isinstance(tree, OrderedDict):
-        result.__dict__.update(tree.__dict__)  # a state dict's versions of modules
+        result.__dict__.update(tree.__dict__)  # the metadata of a state dict, with the versions of modules
     return result
 
 
 @torch.no_grad()
 def take_over(tree: dict[Any, Any], now: Mapping[Any, Any]) -> None:
-    """Copy the values of a nested dict into another one, in which tensors of the same shape stay the same objects."""
+    """Copy the values of ``now`` into the nested dict ``tree``. Tensors of the same shape stay the same objects."""
     for key in [key for key in tree if key not in now]:
         del tree[key]
     for key, value in now.items():
@@ -47,12 +47,12 @@ def take_over(tree: dict[Any, Any], now: Mapping[Any, Any]) -> None:
 
 
 def on_cpu(tree: Any) -> Any:
-    """Return the structure with its tensors, detached, in the memory of the host."""
+    """Return the structure with its tensors detached and in host memory."""
     return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), tree)
 
 
 def name_of(path: Sequence[Any], prefix: str = "") -> str:
-    """Return the flattened path of a leaf, such as ``states.0.exp_avg``, of its path in a pytree."""
+    """Return the flattened path of a leaf, such as ``states.0.exp_avg``, given its path in a pytree."""
     return ".".join(
         [*([prefix] if prefix else []), *(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)]
     )
@@ -60,7 +60,7 @@ def name_of(path: Sequence[Any], prefix: str = "") -> str:
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """Shape, dtype and ``requires_grad`` of a tensor, which stands for the tensor in a description of a structure."""
+    """Shape, dtype and ``requires_grad`` of a tensor; takes the tensor's place in a description of a structure."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

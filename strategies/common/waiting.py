@@ -1,10 +1,10 @@
-"""Ways to wait for other processes."""
+"""Functions that wait for other processes."""
 
 from collections.abc import Callable
 from typing import Any
 
 Wait = Callable[[Callable[[], Any]], Any]
-"""Calls a function that waits for another process, possibly in a way that can be interrupted."""
+"""Calls a function that waits for another process; some implementations can interrupt the wait."""
 
 
 def wait_here(wait: Callable[[], Any]) -> Any:

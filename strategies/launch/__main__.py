@@ -1,4 +1,4 @@
-"""A fork server's process: ``python -m strategies.launch fork_server MODULES CONTROL DRIVER [LISTENER]``."""
+"""A fork server process: ``python -m strategies.launch fork_server MODULES CONTROL DRIVER [LISTENER]``."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""Settings of glibc's allocator: whether memory that a pass frees stays for the next pass.
+"""Settings of glibc's allocator: whether the next pass can reuse memory that a pass frees.
 
-A pass allocates and frees the same large blocks again and again. By default, glibc returns large blocks to the kernel,
-and the next pass faults every page in anew. The functions of this module have no effect on other systems.
+Each pass allocates and frees the same large blocks. By default, glibc returns large blocks to the kernel, and the next
+pass must fault in every page again. The functions of this module have no effect on other systems.
 """
 
 import ctypes
@@ -15,10 +15,10 @@ _IS_RECENT = platform.libc_ver()[0] == "glibc" and tuple(map(int, platform.libc_
 """Older versions refuse thresholds over 32 MiB, and most of them do not know huge pages."""
 
 _MOST_KEPT_BYTES = (33 if _IS_RECENT else 32) * 2**20
-"""The largest block that is kept when it is freed.
+"""The largest block that the process keeps when it is freed.
 
-A free block of more than this, such as the gradient of a large layer, would soon be broken up by small ones, and the
-next gradient would need another: a stage took twice its size. Tensors of exactly 32 MiB are common.
+A larger free block, such as the gradient of a large layer, would soon be split for small blocks, and the next gradient
+would need a new block: a stage took twice its size. Tensors of exactly 32 MiB are common.
 """
 
 _NO_LIMIT = 2**31 - 1
@@ -41,21 +41,21 @@ def variables_of_worker(base: Mapping[str, str]) -> dict[str, str]:
     }
     tunables = [tunable for tunable in base.get("GLIBC_TUNABLES", "").split(":") if tunable]
     if _has_huge_pages() and not any(tunable.startswith(_HUGE_PAGES) for tunable in tunables):
-        # A larger block, faulted in anew by each pass, then costs 20 to 50 % less
+        # Each pass faults in larger blocks again. With huge pages, this costs 20 to 50 % less.
         variables["GLIBC_TUNABLES"] = ":".join([*tunables, f"{_HUGE_PAGES}=1"])
     return variables
 
 
 def keep_freed_memory() -> None:
-    """Let this process keep freed blocks for the next pass, as workers do, unless the user has set the allocator."""
+    """Make this process keep freed blocks for the next pass, as workers do, unless the user set up the allocator."""
     _set_thresholds(_MOST_KEPT_BYTES, 2 * _MOST_KEPT_BYTES)
 
 
 @contextmanager
 def all_freed_memory_kept() -> Iterator[None]:
-    """Within this, keep freed blocks of any size; afterwards, as :func:`keep_freed_memory` does.
+    """Context that keeps freed blocks of any size; afterwards, the settings of :func:`keep_freed_memory` apply.
 
-    A layer that is measured by itself finds no memory that others have freed, as it does in a run.
+    A layer that is measured separately cannot reuse memory that other layers freed, as it does in a run.
     """
     _set_thresholds(_NO_LIMIT, _NO_LIMIT)
     try:
@@ -66,7 +66,7 @@ def all_freed_memory_kept() -> Iterator[None]:
 
 
 def return_freed_memory() -> None:
-    """Return freed blocks to the system, once."""
+    """Return the currently freed blocks to the system."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

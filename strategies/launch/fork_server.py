@@ -1,21 +1,22 @@
-"""A fork server: a process that has imported torch, and forks a worker for each request.
+"""A fork server: a process that has imported torch and forks a worker for each request.
 
     driver ── request: function, arguments, environment, file descriptors ──▶ fork server ── fork ──▶ worker
     driver ◀── process id and pidfd; at the worker's end: exit status ───────────────┘
 
-Importing torch takes a process more than a second of CPU time. The server imports it once, for all workers of all
-sessions of its driver. It has one thread and computes nothing, so its forks behave like new processes. It ends
-when its driver ends, in whatever way, and ends those of its forks that do not end by themselves then.
+Importing torch takes more than a second of CPU time per process. The server imports it once, for all workers of all
+sessions of its driver. It has one thread and computes nothing, so its forks behave like new processes. When its driver
+ends, for any reason, the server ends its remaining forks and itself.
 
-What a worker imports in its first step takes as long again. The first workers do not wait for that: a fork of the
-server, its successor, imports it while they work, and forks the workers of later sessions. Until then the server does.
+The imports in the first step of a worker take about as long again. The first workers do not wait for them: a fork of
+the server, its successor, imports these modules while the workers run, and then forks the workers of later sessions.
+Until then the server forks them.
 
-Each request has a connection of its own, which closes when the process that it started has ended. A driver passes the
+Each request has a separate connection, which closes when the process that it started has ended. A driver passes the
 server's end of the connection over a socket that it shares with its server. A server may also listen in a directory,
-for processes that its owner starts: ``RELAY_FORK_SERVER`` in their environment names that directory (the test harness
-does this, so that a test does not import torch for its workers).
+for processes that its owner starts: ``RELAY_FORK_SERVER`` in their environment names this directory. (The test harness
+does this, so that a test does not import torch for its workers.)
 
-This needs ``fork`` and pidfds: Linux. Elsewhere workers are started one by one.
+This requires ``fork`` and pidfds, and so Linux. On other systems, each worker is a new interpreter.
 """
 
 import atexit
@@ -54,26 +55,26 @@ _READ_AT_IMPORT = (
     *("AOT_INDUCTOR_", "AOT_PARTITIONER_", "CXX", "ENABLE_", "FAKE_ALLOW_META", "INDUCTOR_", "MPMATH_"),
     *("PARTITIONER_", "SYMPY_", "UNSAFE_SKIP_FSDP_MODULE_GUARDS"),  # those of torch's compiler, which a successor loads
 )
-"""Beginnings of the names of variables that Python or a library reads once, when it is loaded."""
+"""Prefixes of the names of variables that Python or a library reads only once, when it is loaded."""
 
 _READ_LATER = ("PYTHONPATH", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR")
-"""Exceptions: a fork gets its ``sys.path`` by the request, and torch reads the others at each use."""
+"""Exceptions: the request contains ``sys.path``, and torch reads all other variables at each use."""
 
 _WAIT_SLICE_SECONDS = 0.05
 _END_SECONDS = 5.0
-"""How long the forks of a server may take to end by themselves after its driver has ended."""
+"""How long the forks of a server may take to end after its driver has ended, before they are killed."""
 
 _END_SECONDS_WITH_SUCCESSOR = _END_SECONDS + 1.0
-"""The same for a server whose forks include a successor, which waits for its own."""
+"""The same for a server with a successor, which waits for its own forks."""
 
 _REPORT_SECONDS = 5.0
-"""How long a server may take to report the end of a fork; after that it counts as lost."""
+"""How long a server may take to report the end of a fork. After that, the server counts as lost."""
 
 _READY = b"r"
-"""What a successor sends when it has imported its modules."""
+"""The message of a successor that has imported its modules."""
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that end a driver, or ask it for something, and that its process group may get: a server ends with it."""
+"""Signals to the process group of a driver that the server ignores, because it ends when its driver ends."""
 
 _LIMITS = [name for name in dir(resource) if name.startswith("RLIMIT_")]
 
@@ -81,21 +82,21 @@ _NUM_STREAMS = 4
 """Standard input, output and error, and the working directory."""
 
 _PROGRAM = ("-m", "strategies.launch")
-"""The module is ``__main__``: as the program itself, this one would be loaded twice, because workers import it."""
+"""The server runs ``__main__`` of the package: workers import this module, which would otherwise be loaded twice."""
 
 _PR_SET_PDEATHSIG = 1
 """From ``linux/prctl.h``: the signal that a process gets when its parent ends."""
 
 
 class ForkedProcess:
-    """A process that a fork server has started, with the part of :class:`subprocess.Popen` that its users need.
+    """A process that a fork server started, with the methods of :class:`subprocess.Popen` that Relay needs.
 
     Attributes:
-        pid: Its process id.
-        stdin: The writing end of its standard input, if that is a pipe.
-        returncode: Its exit status, negative for a signal, once it has ended.
-        is_status_known: Whether that is its status; else its server had ended before it, or does not answer, and the
-            process counts as killed.
+        pid: The process id.
+        stdin: The write end of the standard input, if that is a pipe.
+        returncode: The exit status, negative for a signal, when the process has ended.
+        is_status_known: Whether ``returncode`` is the real status. Otherwise the server ended first or does not answer,
+            and the process counts as killed.
     """
 
     def __init__(self, pid: int, pidfd: int, connection: socket.socket, stdin: IO[bytes] | None) -> None:
@@ -107,14 +108,14 @@ class ForkedProcess:
         self._connection: socket.socket | None = connection
 
     def poll(self) -> int | None:
-        """Returns the exit status, or ``None`` while the process runs."""
+        """Return the exit status, or ``None`` while the process runs."""
         return self._receive(0.0)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits for the end of the process and returns its exit status.
+        """Wait for the end of the process, and return its exit status.
 
         Raises:
-            subprocess.TimeoutExpired: If it still runs after ``timeout`` seconds.
+            subprocess.TimeoutExpired: If the process still runs after ``timeout`` seconds.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
@@ -126,13 +127,13 @@ class ForkedProcess:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
 
     def kill(self) -> None:
-        """Ends the process at once."""
+        """Kill the process."""
         with self._lock, suppress(ProcessLookupError):  # it has ended, and the server has not reported it yet
             if self.returncode is None:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def send_signal(self, signum: int) -> None:
-        """Sends it a signal. It takes no lock, so a handler of a signal may call it."""
+        """Send the process a signal. Takes no lock, so signal handlers may call this."""
         with suppress(OSError):  # it has just ended
             if self.returncode is None:
                 signal.pidfd_send_signal(self._pidfd, signum)
@@ -156,7 +157,7 @@ class ForkedProcess:
             # If the server has been killed or stopped, only the kernel knows whether its fork runs.
             if self.returncode is None and self._has_ended(seconds):
                 self.is_status_known = False
-                self._ended(-signal.SIGKILL)  # by whoever has killed the server, most likely
+                self._ended(-signal.SIGKILL)  # probably by the same signal as the server
             return self.returncode
 
     def _has_ended(self, seconds: float) -> bool:
@@ -165,7 +166,7 @@ class ForkedProcess:
         return bool(selector.select(seconds))
 
     def _is_unreported(self) -> bool:
-        """Whether the process has ended, and the server should have said so."""
+        """Whether the process has ended, but the server has not reported it in time."""
         if self._ended_at is None and self._has_ended(0.0):
             self._ended_at = time.monotonic()
         return self._ended_at is not None and time.monotonic() > self._ended_at + _REPORT_SECONDS
@@ -176,10 +177,10 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """A running fork server, as its clients see it.
+    """The client side of a running fork server.
 
     Args:
-        traits: What all its forks have in common; see :func:`traits_of`.
+        traits: The common properties of all its forks; see :func:`traits_of`.
     """
 
     def __init__(self, traits: Mapping[str, Any]) -> None:
@@ -201,28 +202,28 @@ class ForkServer:
         outlives_server: bool = False,
         timeout_seconds: float | None = None,
     ) -> ForkedProcess:
-        """Starts a process that calls a function and ends with what that returns as exit status.
+        """Start a process that calls a function. Its exit status is the result of the function.
 
-        The process gets this one's working directory, standard streams, umask, resource limits, CPU affinity and
-        niceness.
+        The process inherits the working directory, standard streams, umask, resource limits, CPU affinity and niceness
+        of this process.
 
         Args:
             function: ``module:function``.
-            arguments: Of types that JSON has.
+            arguments: The arguments, of JSON types.
             environment: The environment variables.
             paths: ``sys.path``.
-            name: What tools such as ``top`` call the process.
-            command: The command that tools such as ``ps`` show, as far as it fits in place of the server's own.
+            name: The name of the process in tools such as ``top``.
+            command: The command in tools such as ``ps``, as far as it fits into the memory of the server's command.
             directory: The working directory.
             stdin: ``subprocess.PIPE``, ``subprocess.DEVNULL``, or a file descriptor.
-            output: The file descriptor of standard output and standard error, if not this process's.
-            outlives_server: Whether the process goes on if the server is killed, because it ends with the driver by
-                itself. Otherwise the kernel kills it then.
-            timeout_seconds: How long the server may take to fork; it may still be importing.
+            output: The file descriptor for standard output and standard error; by default those of this process.
+            outlives_server: Whether the process continues if the server is killed, because it watches the driver
+                itself. Otherwise the kernel kills it.
+            timeout_seconds: Time limit for the fork. The server may still be importing.
 
         Raises:
-            TimeoutError: If it takes longer.
-            OSError: If the server is gone.
+            TimeoutError: If the fork takes longer.
+            OSError: If the server has ended.
         """
         with ExitStack() as open_here:
             writing = None
@@ -260,7 +261,7 @@ class ForkServer:
         return process
 
     def import_later(self) -> None:
-        """Has what later forks need imported in the background, if this server has not imported it."""
+        """Import in the background what later forks need, if this server has not imported it."""
 
     def _connect(self) -> socket.socket:
         raise NotImplementedError
@@ -270,11 +271,12 @@ class OwnForkServer(ForkServer):
     """A server that ends with this process.
 
     Args:
-        modules: What it imports.
-        modules_later: What its successor imports; see :meth:`import_later`.
-        environment: Its environment variables.
-        paths: Its ``sys.path``.
-        directory: An empty directory of this user only, in which it listens for other processes; none if ``None``.
+        modules: The modules that the server imports.
+        modules_later: The modules that its successor imports; see :meth:`import_later`.
+        environment: The environment variables of the server.
+        paths: The ``sys.path`` of the server.
+        directory: An empty directory that only this user can access, in which the server listens for other processes;
+            ``None`` not to listen.
     """
 
     _of_this_process: ClassVar["OwnForkServer | None"] = None
@@ -320,7 +322,7 @@ class OwnForkServer(ForkServer):
         environment: Mapping[str, str],
         paths: Sequence[str],
     ) -> ForkServer:
-        """Returns the server that this process keeps, or its successor; starts one if there is none that fits."""
+        """Return the server of this process, or its successor. Starts a server if there is none that fits."""
         server = cls._of_this_process
         if server is None or not server._fits(traits_of(environment)):
             if server is not None:
@@ -332,7 +334,7 @@ class OwnForkServer(ForkServer):
 
     @classmethod
     def discard(cls) -> None:
-        """Ends the server that this process keeps, if any, with all its forks: it does not answer."""
+        """Kill the server of this process, if any, with all its forks, because it does not answer."""
         if (server := cls._of_this_process) is not None:
             server._running.clear()
             if server._successor is not None:
@@ -342,12 +344,12 @@ class OwnForkServer(ForkServer):
 
     @classmethod
     def discard_if_ended(cls) -> None:
-        """Forgets the server that this process keeps if it has ended by itself; its other forks keep running."""
+        """Forget the server of this process if it has ended. Its other forks keep running."""
         if (server := cls._of_this_process) is not None and server._process.poll() is not None:
             cls.discard()
 
     def end(self) -> None:
-        """Ends the server, or has it end when its forks have ended. Safe at any time, and in forks of this process."""
+        """End the server now, or when its forks have ended. Can be called at any time, also in this process's forks."""
         if self._belongs["pid"] != os.getpid():
             return
         atexit.unregister(self.end)
@@ -360,9 +362,9 @@ class OwnForkServer(ForkServer):
             self._process.wait()
 
     def import_later(self) -> None:
-        """Has a fork of the server, its successor, import ``modules_later``, and fork from when it has done so.
+        """Make a fork of the server, its successor, import ``modules_later`` and then serve requests.
 
-        No request waits for these imports: until then, and if the successor is lost, this server forks.
+        No request waits for these imports: until then, and if the successor is lost, this server serves requests.
         """
         if not self._modules_later or (self._successor is not None and not self._successor.has_ended()):
             return
@@ -380,10 +382,10 @@ class OwnForkServer(ForkServer):
                     outlives_server=True,
                     timeout_seconds=_END_SECONDS,
                 )
-        except OSError:  # the next session finds out whether the server has ended
+        except OSError:  # the next session checks whether the server has ended
             control.close()
             return
-        self._running.remove(process)  # it is no reason to keep the server
+        self._running.remove(process)  # the successor need not keep the server running
         self._successor = _Successor(self.traits, process, control)
 
     def _fits(self, traits: Mapping[str, Any]) -> bool:
@@ -401,12 +403,12 @@ class OwnForkServer(ForkServer):
 
 
 class _Successor(ForkServer):
-    """A fork of a server of this process that imports more modules, and then forks in its place.
+    """A fork of this process's server that imports more modules and then serves requests instead of the server.
 
     Args:
-        traits: Those of the server.
+        traits: The traits of the server.
         process: The process.
-        control: The socket that is shared with it.
+        control: The socket that this process shares with the successor.
     """
 
     def __init__(self, traits: Mapping[str, Any], process: ForkedProcess, control: socket.socket) -> None:
@@ -414,18 +416,18 @@ class _Successor(ForkServer):
         self._process, self._control, self._has_imported = process, control, False
 
     def is_ready(self) -> bool:
-        """Whether it has imported its modules, and runs."""
+        """Whether the successor has imported its modules and is running."""
         if not self._has_imported:
-            with suppress(OSError):  # it has sent nothing, or has ended
+            with suppress(OSError):  # the successor has sent nothing, or has ended
                 self._has_imported = self._control.recv(1, socket.MSG_DONTWAIT) == _READY
         return self._has_imported and not self.has_ended()
 
     def has_ended(self) -> bool:
-        """Whether it has ended."""
+        """Whether the successor has ended."""
         return self._process.poll() is not None
 
     def end(self, at_once: bool) -> bool:
-        """Ends it, or has it end when its forks have ended; returns whether it has ended."""
+        """End the successor now, or when its forks have ended. Returns whether it has ended."""
         self._control.close()
         if at_once := at_once and all(process.poll() is not None for process in self._running):
             self._process.kill()
@@ -441,17 +443,17 @@ class RunningForkServer(ForkServer):
     """A server of another process of this user.
 
     Args:
-        directory: Where it listens.
+        directory: The directory in which the server listens.
 
     Raises:
-        PermissionError: If another user could have created it.
-        OSError: If there is none.
+        PermissionError: If another user could have created the server.
+        OSError: If there is no server.
     """
 
     def __init__(self, directory: Path) -> None:
         found = directory.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            raise PermissionError(f"{VARIABLE} names {directory}, which is not a directory of this user only")
+            raise PermissionError(f"{VARIABLE} names {directory}, which is not a private directory of this user")
         super().__init__(json.loads((directory / "traits.json").read_text()))
         self._directory = directory
 
@@ -468,7 +470,7 @@ class RunningForkServer(ForkServer):
 
 
 def _connection_over(control: socket.socket) -> socket.socket:
-    """A new connection with the server at the other end of a socket."""
+    """Return a new connection to the server at the other end of a socket."""
     connection, theirs = socket.socketpair()
     with theirs:
         try:
@@ -482,20 +484,20 @@ def _connection_over(control: socket.socket) -> socket.socket:
 def server_for(
     modules: Sequence[str], modules_later: Sequence[str], environment: Mapping[str, str], paths: Sequence[str]
 ) -> ForkServer | None:
-    """Returns a server whose forks behave like new processes with this environment; ``None`` if there is none.
+    """Return a server whose forks behave like new processes with this environment; ``None`` if there is none.
 
-    That is the server that ``RELAY_FORK_SERVER`` names, if it fits, else one which this process keeps.
+    This is the server that ``RELAY_FORK_SERVER`` names, if it fits, or otherwise the server of this process.
 
     Args:
-        modules: What a server that is started imports; see :class:`OwnForkServer`.
-        modules_later: The same.
+        modules: The modules that a new server imports; see :class:`OwnForkServer`.
+        modules_later: The modules that its successor imports.
         environment: The environment variables of the forks.
-        paths: Their ``sys.path``.
+        paths: The ``sys.path`` of the forks.
     """
     if sys.platform != "linux":
         return None
     if directory := os.environ.get(VARIABLE):
-        with suppress(FileNotFoundError):  # it has ended
+        with suppress(FileNotFoundError):  # the server has ended
             server = RunningForkServer(Path(directory))
             if server.traits == traits_of(environment):
                 return server
@@ -506,7 +508,7 @@ def server_for(
 
 
 def traits_of(environment: Mapping[str, str]) -> dict[str, Any]:
-    """What a fork of a process cannot change any more: the program, and the variables that are read at its start."""
+    """Return what a fork of a process cannot change: the program, and the variables that are read at its start."""
     return {
         "executable": sys.executable,
         "file": __file__,
@@ -519,13 +521,13 @@ def traits_of(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _belongings() -> dict[str, int]:
-    """What a child has from its parent, and what a server of this process cannot follow."""
+    """Return what a child inherits from its parent and a server of this process cannot adopt later."""
     return {"pid": os.getpid(), "session": os.getsid(0), "group": os.getpgid(0), "user": os.geteuid()}
 
 
 def _inherited() -> dict[str, Any]:
-    """What a child process has from its parent, beside its environment and its files."""
-    status = Path("/proc/self/status").read_text()  # os.umask would change the umask for a moment, for all threads
+    """Return what a child process inherits from its parent, besides its environment and its files."""
+    status = Path("/proc/self/status").read_text()  # os.umask would change the umask of all threads temporarily
     return {
         "umask": next(int(line.split()[1], 8) for line in status.splitlines() if line.startswith("Umask:")),
         "limits": {name: resource.getrlimit(getattr(resource, name)) for name in _LIMITS},
@@ -535,7 +537,7 @@ def _inherited() -> dict[str, Any]:
 
 
 def _inherit(state: Mapping[str, Any]) -> None:
-    """Gives this process what :func:`_inherited` has found in another one."""
+    """Apply the result of :func:`_inherited` in another process to this process."""
     os.umask(state["umask"])
     own = _inherited()
     for name, limit in state["limits"].items():
@@ -550,7 +552,7 @@ def _inherit(state: Mapping[str, Any]) -> None:
 
 
 def _user_of(connection: socket.socket) -> int:
-    """The user id of the process at the other end."""
+    """Return the user id of the process at the other end."""
     _, user, _ = struct.unpack(
         "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     )
@@ -559,18 +561,18 @@ def _user_of(connection: socket.socket) -> int:
 
 @dataclass(frozen=True)
 class _Request:
-    """A process to be started.
+    """A request to start a process.
 
     Attributes:
-        function: What it calls: ``module:function``.
-        arguments: Of types that JSON has.
-        environment: Its environment variables.
-        paths: Its ``sys.path``.
-        name: What tools such as ``top`` call it.
-        command: The command that tools such as ``ps`` show; the server's if empty.
-        streams: Its standard input, output and error, and its working directory: file descriptors.
-        outlives_server: Whether the kernel leaves it alone when the server ends.
-        state: What a child has from its parent; see :func:`_inherited`.
+        function: The function to call: ``module:function``.
+        arguments: The arguments, of JSON types.
+        environment: The environment variables of the process.
+        paths: The ``sys.path`` of the process.
+        name: The name of the process in tools such as ``top``.
+        command: The command in tools such as ``ps``; the server's command if empty.
+        streams: File descriptors of standard input, output and error, and of the working directory.
+        outlives_server: Whether the process continues when the server ends.
+        state: What the process inherits; see :func:`_inherited`.
     """
 
     function: str
@@ -584,17 +586,17 @@ class _Request:
     state: dict[str, Any]
 
     def send(self, connection: socket.socket) -> None:
-        """Sends the request over a connection."""
+        """Send the request over a connection."""
         fields = {name: value for name, value in vars(self).items() if name != "streams"}
         socket.send_fds(connection, [b"r"], self.streams)
         connection.sendall(json.dumps(fields).encode() + b"\n")
 
     @classmethod
     def received(cls, connection: socket.socket) -> "_Request":
-        """Receives a request.
+        """Receive a request.
 
         Raises:
-            ConnectionError: If the client has ended before it was sent.
+            ConnectionError: If the client ended before it sent the request.
         """
         _, streams, _, _ = socket.recv_fds(connection, 1, _NUM_STREAMS)
         with connection.makefile("rb") as file:
@@ -610,12 +612,12 @@ class _Request:
         return cls(streams=streams, **json.loads(line))
 
     def close(self) -> None:
-        """Closes the file descriptors, which are the fork's."""
+        """Close the file descriptors, which only the fork uses."""
         for descriptor in self.streams:
             os.close(descriptor)
 
     def apply(self) -> None:
-        """Gives this process what the request says."""
+        """Apply the request to this process."""
         *streams, directory = self.streams
         os.fchdir(directory)
         for number, descriptor in enumerate(streams):
@@ -633,13 +635,13 @@ class _Request:
         for stream in (sys.stdout, sys.stderr):
             cast(io.TextIOWrapper, stream).reconfigure(line_buffering=stream is sys.stderr or stream.isatty())
         importlib.invalidate_caches()
-        tempfile.tempdir = None  # found anew, from the new environment
+        tempfile.tempdir = None  # to be determined again from the new environment
         if (numpy_random := sys.modules.get("numpy.random")) is not None:
-            numpy_random.seed()  # Python's own generator seeds itself anew in a fork, and torch's has a constant seed
+            numpy_random.seed()  # Python's generator reseeds itself in a fork, and torch's has a constant seed
 
 
 def _show_command(command: Sequence[str]) -> None:
-    """Puts a command into the memory in which the kernel finds that of this process, as far as there is room."""
+    """Write a command to the memory from which the kernel reads that of this process, as far as there is room."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5), where the state is number 3
     if start:  # it is 0 where the kernel hides it
@@ -649,13 +651,13 @@ def _show_command(command: Sequence[str]) -> None:
 
 
 class _Server:
-    """The server's side.
+    """The server side.
 
     Args:
-        control: Over which its driver passes connections.
+        control: The socket over which the driver passes connections.
         driver: The driver's pidfd.
-        listener: Where it accepts other connections.
-        end_seconds: How long its forks may take to end after the driver has ended.
+        listener: The socket on which the server accepts other connections.
+        end_seconds: How long forks may take to end after the driver has ended.
     """
 
     def __init__(self, control: socket.socket, driver: int, listener: socket.socket | None, end_seconds: float) -> None:
@@ -669,13 +671,13 @@ class _Server:
             signal.signal(number, signal.SIG_IGN)
 
     def serve(self) -> "_Request | None":
-        """Forks; returns the request in each fork, and ``None`` in the server at its end."""
+        """Fork for each request. Returns the request in each fork, and ``None`` in the server at its end."""
         while self._ends_at is None or (self._running and time.monotonic() < self._ends_at):
             for file in self._ready():
                 request = None
                 if file == self._driver:
                     self._ends_at = time.monotonic() + self._end_seconds
-                    # The driver may have sent requests just before its end. Their processes remove what it has left.
+                    # The driver may have sent requests just before its end. These processes remove its leftovers.
                     while request is None and (connection := self._passed()) is not None:
                         request = self._fork(connection)
                 elif file is self._control:
@@ -693,7 +695,7 @@ class _Server:
         return None
 
     def become(self, request: "_Request") -> None:
-        """Makes this fork what a fresh process would be."""
+        """Make this fork behave like a new process."""
         self._control.close()
         os.close(self._driver)
         if self._listener is not None:
@@ -703,14 +705,14 @@ class _Server:
             connection.close()
         if not request.outlives_server:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != self._pid:  # it has ended just before
+            if os.getppid() != self._pid:  # the server has just ended
                 os._exit(1)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         request.apply()
 
     def _ready(self) -> list[Any]:
-        """What there is to read from; waits for it, unless the server is ending."""
+        """Return the readable sockets and pidfds. Waits for them, unless the server is ending."""
         selector = selectors.PollSelector()
         sources: list[Any] = [*self._running]
         if self._ends_at is None:
@@ -724,7 +726,7 @@ class _Server:
         return sorted(ready, key=lambda file: file == self._driver)
 
     def _passed(self) -> socket.socket | None:
-        """The connection that the driver passes; ``None`` if it passes none."""
+        """Return the connection that the driver passes; ``None`` if it passes none."""
         try:
             message, descriptors, _, _ = socket.recv_fds(self._control, 1, 1, socket.MSG_DONTWAIT)
         except OSError:  # there is none; a process that the driver has forked may hold the other end
@@ -735,7 +737,7 @@ class _Server:
         return socket.socket(fileno=descriptors[0]) if descriptors else None
 
     def _accepted(self) -> socket.socket | None:
-        """The connection of a process of this user; ``None`` if it is another user's."""
+        """Return the connection of a process of this user; ``None`` if it belongs to another user."""
         assert self._listener is not None
         connection, _ = self._listener.accept()
         if _user_of(connection) == os.geteuid():
@@ -744,7 +746,7 @@ class _Server:
         return None
 
     def _fork(self, connection: socket.socket) -> "_Request | None":
-        """Forks for the request that arrives over a connection; returns the request in the fork."""
+        """Fork for the request that arrives over a connection. Returns the request in the fork."""
         try:
             connection.settimeout(_END_SECONDS)
             request = _Request.received(connection)
@@ -754,7 +756,7 @@ class _Server:
             return None
         try:
             pid = os.fork()
-        except OSError:  # there may be no more processes; those that run must go on
+        except OSError:  # no more processes are available; running processes must continue
             request.close()
             connection.close()
             return None
@@ -770,12 +772,12 @@ class _Server:
             connection.close()
             return None
         self._running[pidfd] = pid, connection
-        with suppress(OSError):  # the client has ended, and so will what it has asked for
+        with suppress(OSError):  # the client has ended, and so the requested process will end
             socket.send_fds(connection, [b"%d" % pid], [pidfd])
         return None
 
     def _report(self, pidfd: int) -> None:
-        """Tells the client how a fork has ended."""
+        """Report to the client how a fork has ended."""
         pid, connection = self._running.pop(pidfd)
         _, status = os.waitpid(pid, 0)
         os.close(pidfd)
@@ -784,7 +786,7 @@ class _Server:
 
 
 class _EndsWithDriver:
-    """A finder of modules that finds none, and ends this process if the driver has ended.
+    """A module finder that finds nothing, but ends this process if the driver has ended.
 
     Args:
         driver: The driver's pidfd.
@@ -795,16 +797,16 @@ class _EndsWithDriver:
         self._poll.register(driver, select.POLLIN)
 
     def find_spec(self, *_: Any) -> None:
-        """Called at each import of a module that has not been imported."""
+        """Called for each import of a module that has not been imported."""
         if self._poll.poll(0):
             os._exit(0)
 
 
 def _import(modules: str, driver: int) -> None:
-    """Imports modules, whose pages the forks share.
+    """Import modules, whose memory pages the forks share.
 
-    What they leave is frozen without a collection, and stays so in the forks: to look through it takes 0.1 s, the first
-    worker waits for that, and each fork would copy the pages. There is 1 MiB of garbage in it.
+    Their objects are frozen without a garbage collection. A collection takes 0.1 s, for which the first worker would
+    wait, and in each fork it would copy the pages. The objects include 1 MiB of garbage.
     """
     finder: Any = _EndsWithDriver(driver)
     gc.disable()
@@ -819,8 +821,8 @@ def _import(modules: str, driver: int) -> None:
 
 
 def _serve(server: _Server) -> Any:
-    """Serves; in a fork, calls the function that was asked for."""
-    with open(os.devnull, "r+b", 0) as null:  # files of the driver are not held open; each fork gets its own streams
+    """Serve requests; in a fork, call the requested function."""
+    with open(os.devnull, "r+b", 0) as null:  # do not keep files of the driver open; each fork gets separate streams
         for number in range(3):
             os.dup2(null.fileno(), number)
     os.chdir("/")
@@ -862,6 +864,6 @@ def serve_later(modules: str, driver: int) -> Any:
     server = _Server(control, pidfd, None, _END_SECONDS)
     with suppress(Exception):  # a fork that needs the module raises the error
         _import(modules, pidfd)
-    with suppress(OSError):  # the driver has ended, as the server finds out at once
+    with suppress(OSError):  # the driver has ended, which the server detects immediately
         control.send(_READY)
     return _serve(server)

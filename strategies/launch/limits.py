@@ -1,6 +1,6 @@
-"""How much memory the processes on this host may still take: of the host, its control groups, and per process.
+"""How much more memory the processes on this host may take, by limits of the host, of control groups and of processes.
 
-Every figure is an upper bound: swap is counted as room, and so are caches, which the kernel gives up when it needs to.
+Every figure is an upper bound: it includes swap, and caches that the kernel can release.
 """
 
 import math
@@ -15,16 +15,16 @@ import psutil
 
 _GROUPS, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _LARGEST_LIMIT_BYTES = 2**62
-"""Version 1 of control groups writes a number near 2**63 where there is no limit."""
+"""Version 1 of control groups reports a number near 2**63 if there is no limit."""
 
 
 @dataclass(frozen=True)
 class Room:
-    """Memory that may be taken.
+    """Available memory.
 
     Attributes:
-        size_bytes: How much.
-        words: What limits it, for messages.
+        size_bytes: The size.
+        words: A description of the limit, for messages.
     """
 
     size_bytes: int
@@ -33,12 +33,12 @@ class Room:
 
 @dataclass(frozen=True)
 class ProcessLimit:
-    """A limit of each process, which the processes that this one starts inherit.
+    """A limit of each process. Child processes inherit it.
 
     Attributes:
         size_bytes: The limit.
-        used_bytes: What of it this process uses.
-        words: Its name, for messages.
+        used_bytes: The memory that this process uses.
+        words: The name of the limit, for messages.
     """
 
     size_bytes: int
@@ -47,14 +47,14 @@ class ProcessLimit:
 
 
 def room_on_host(groups: Path = _GROUPS, membership: Path = _MEMBERSHIP) -> Room:
-    """Return how much memory all processes of this host together may still take.
+    """Return how much more memory all processes of this host together may take.
 
     Args:
-        groups: Where control groups are mounted.
+        groups: The mount point of control groups.
         membership: The file that names the control groups of this process.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # where the kernel hides how much has been swapped so far
+        warnings.simplefilter("ignore", RuntimeWarning)  # raised if the kernel hides how much has been swapped
         swap_bytes = psutil.swap_memory().free
     host = Room(psutil.virtual_memory().available + swap_bytes, "the memory of this host that is available")
     rooms = [room for folder in _folders(groups, membership) if (room := _room_in_group(folder, swap_bytes))]
@@ -62,7 +62,7 @@ def room_on_host(groups: Path = _GROUPS, membership: Path = _MEMBERSHIP) -> Room
 
 
 def limits_of_process() -> list[ProcessLimit]:
-    """Return the limits that this process and those that it starts have for their own memory; none but on Linux."""
+    """Return the memory limits of this process and of the processes that it starts; empty on systems without Linux."""
     if sys.platform != "linux":
         return []
     used = psutil.Process().memory_info()
@@ -74,7 +74,7 @@ def limits_of_process() -> list[ProcessLimit]:
 
 
 def _folders(groups: Path, membership: Path) -> Iterator[Path]:
-    """Yield the folders of this process's control group and of all groups around it, for both versions."""
+    """Yield the folders of this process's control group and of all enclosing groups, for both versions."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -88,13 +88,13 @@ def _folders(groups: Path, membership: Path) -> Iterator[Path]:
         else:
             continue
         for root in roots:
-            # Within a container the path may be that of the host: then only the root exists.
+            # Within a container, the path may be the host's. Then only the root exists.
             folder = root / path.lstrip("/")
             yield from (own for own in (folder, *folder.parents) if own.is_relative_to(root))
 
 
 def _room_in_group(folder: Path, swap_bytes: int) -> Room | None:
-    """Return what a control group allows beyond what it uses; ``None`` if it has no limit."""
+    """Return the memory that a control group allows beyond its current use; ``None`` if it has no limit."""
     is_version_2 = (folder / "memory.max").exists()
     limit = _number(folder / ("memory.max" if is_version_2 else "memory.limit_in_bytes"))
     used = _number(folder / ("memory.current" if is_version_2 else "memory.usage_in_bytes"))
@@ -117,7 +117,7 @@ def _number(path: Path) -> float:
 
 
 def _cached_bytes(folder: Path, prefix: str) -> int:
-    """Return the size of cached files, which the kernel gives up when the group needs memory."""
+    """Return the size of cached files, which the kernel can release when the group needs memory."""
     wanted = {f"{prefix}inactive_file", f"{prefix}active_file"}
     try:
         fields = [line.split() for line in (folder / "memory.stat").read_text().splitlines()]

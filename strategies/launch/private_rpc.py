@@ -1,10 +1,10 @@
-"""A private RPC of one worker, for an ``RRef`` in a process that has not initialised RPC.
+"""A private RPC session of one worker, for an ``RRef`` in a process that has not initialised RPC.
 
-It listens on the loopback interface only. It ends when nothing uses it any more, and at the latest with the process.
+It listens only on the loopback interface. It ends when nothing uses it, and at the latest with the process.
 
-torch gives a process one RPC number, and one session for all its ``RRef`` to others (a singleton in C++ keeps the
-first). After a private session ``init_rpc`` works as rank 0, for calls and for a ``Pipe`` without layers elsewhere; who
-wants more calls it before the first ``Pipe``.
+torch gives a process one RPC number, and one session for all its ``RRef`` objects to other processes (a singleton in
+C++ keeps the first session). After a private session, ``init_rpc`` works as rank 0, for calls and for a ``Pipe`` with
+all layers in this process. For any other use, call ``init_rpc`` before the first ``Pipe``.
 """
 
 import secrets
@@ -20,16 +20,16 @@ from strategies.launch.session import environment_variables, leave_rpc
 
 
 class PrivateRpc:
-    """Held by whoever needs RPC; see :meth:`needed`."""
+    """Keeps the session open as long as an object refers to it; see :meth:`needed`."""
 
-    _current: ClassVar["weakref.ref[PrivateRpc] | None"] = None  # as RPC itself, there is one in a process
+    _current: ClassVar["weakref.ref[PrivateRpc] | None"] = None  # one per process, like the RPC session itself
 
     has_been: ClassVar[bool] = False
     """Whether this process has or had one."""
 
     @classmethod
     def needed(cls) -> "PrivateRpc | None":
-        """The object to keep as long as RPC is needed; ``None`` if other code has initialised RPC."""
+        """Return the object to keep as long as RPC is needed; ``None`` if other code has initialised RPC."""
         current = cls._current() if cls._current is not None else None
         if current is None:
             if rpc_is_initialized():
@@ -39,20 +39,20 @@ class PrivateRpc:
         return current
 
     def __init__(self) -> None:
-        # Not by init_rpc: it counts sessions, and processes with different counts would wait without end.
+        # Not with init_rpc, which counts sessions: processes with different counts would wait forever.
         options = rpc_options(num_threads=1)
         _, interface = interface_to(LOOPBACK)
         interfaces = {"TP_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface}
         with environment_variables(**interfaces), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="You are using a Backend")  # RPC's own use of gloo
             name = f"relay-pipe-{secrets.token_hex(4)}"
-            # With another rank a later init_rpc would hang at its first RRef; this has it raise an error.
+            # With another rank, a later init_rpc would hang at its first RRef. This makes it raise an error.
             set_autograd_number(0)
             start_rpc_alone(name, options)
         weakref.finalize(self, _end, name)
 
     def __reduce__(self) -> Any:
-        """Copies of what holds this hold this, too; in another process it is that process's own."""
+        """Make copies of the holder refer to this object; in another process, to the session of that process."""
         return PrivateRpc.needed, ()
 
 

@@ -1,9 +1,9 @@
-"""The ranks that rank 0 has started on its host: whether they live, what they do, and their common end.
+"""Monitor the ranks that rank 0 started on its host: whether they run, what they do, and their common end.
 
 rank 0   main thread     in a call of the Trainer ──▶ a connection is lost, or ◀┐ ──▶ asks why ──▶ one error, for all
-         monitor         looks at the processes ──▶ one has failed ── 2 s later ┴─ interrupts it ── 7 s: ends rank 0
+         monitor         checks the processes ──▶ one has failed ── 2 s later ──┴─ interrupts it ── 7 s: ends rank 0
                                  ▲
-rank > 0                 note what they do, in memory of rank 0's
+rank > 0                 write what they do to memory of rank 0
 """
 
 import os
@@ -33,31 +33,31 @@ from strategies.launch.supervision import Watchdog, end_together
 
 _LOOK_SECONDS = 0.1
 _ALONE_SECONDS = 2.0
-"""How long rank 0 may take to find out by itself that a rank is gone; most collectives do at once."""
+"""How long rank 0 may take to detect that a rank has ended. Most collectives detect it immediately."""
 
 _LAST_SECONDS = 7.0
-"""After this rank 0 is ended where it is: in a library that listens to nothing."""
+"""After this time, rank 0 is killed, because it is in a library that cannot be interrupted."""
 
 _AGAIN_SECONDS = 1.0
-"""How long an interrupted rank 0 has to leave what it does before it is interrupted again."""
+"""How long an interrupted rank 0 may take to leave the call before it is interrupted again."""
 
 _DIAGNOSIS_SECONDS = 3.0
-"""How long to look for the process behind a lost connection; it closes before the process has gone."""
+"""How long to look for the process behind a lost connection, which closes before the process has ended."""
 
 _LEAVE_SECONDS = 5.0
 """How long ranks may take to leave a call after rank 0 has."""
 
 _END_SECONDS = 2.0
-"""What a rank gets to end by itself once it is asked to."""
+"""How long a rank may take to end after it was asked to, before it is killed."""
 
 _ABSENT_SECONDS = 3.0
-"""How long rank 0 may stay in a call that another rank has left by an error; it may wait for that rank without end."""
+"""How long rank 0 may stay in a call that another rank has left with an error. It may wait forever for that rank."""
 
 _DISMISSAL_SECONDS = 10.0
 """How long a rank that has lost a connection waits for rank 0 to end it: longer than rank 0 looks for the cause."""
 
 _ANSWER_SECONDS = 5.0
-"""How long a rank waits in its teardown for an answer of rank 0's store; the host of rank 0 may be cut off."""
+"""How long a rank waits in its teardown for an answer of rank 0's store. The host of rank 0 may be unreachable."""
 
 _RAISED = ", which raised "
 
@@ -73,8 +73,8 @@ class RankMonitor:
 
     Args:
         processes: The processes of the ranks, in the order of the ranks.
-        notes: Where each rank notes what it does, rank 0 first; empty where the system has no place for it.
-        before: Environment variables as they were before the launch, ``None`` for those that were not there.
+        notes: The memory in which each rank records what it does, rank 0 first; empty if not supported.
+        before: Environment variables before the launch; ``None`` for variables that did not exist.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class RankMonitor:
         self._found, self._over = threading.Event(), threading.Event()
         self._in_call = self._have_entered = False
         self._left: dict[int, float] = {}
-        """When each rank was first seen to have left the call that rank 0 is in, by an error."""
+        """When each rank was first seen to have left rank 0's current call with an error."""
         self._thread = threading.Thread(target=self._watch, name="relay-rank-monitor", daemon=True)
         self._thread.start()
 
@@ -117,12 +117,12 @@ class RankMonitor:
         self._have_entered = True
 
     def check(self) -> None:
-        """Raises ``RankLost`` if a rank has failed."""
+        """Raise ``RankLost`` if a rank has failed."""
         if self._find(bool):
             raise RankLost(self._lost)
 
     def have_left(self) -> bool:
-        """Waits a while for all ranks to leave the call that this one has just left; returns whether they have."""
+        """Wait for all ranks to leave the call that this rank has just left. Returns whether they left it in time."""
         deadline, after = time.monotonic() + _LEAVE_SECONDS, after_call(self.calls)
         while self._notes and self.calls:
             running = [rank for rank, process in enumerate(self.processes, 1) if process.poll() is None]
@@ -134,7 +134,7 @@ class RankMonitor:
         return True
 
     def why(self, error: BaseException) -> str | None:
-        """Which rank ended a call, how, and in what; ``None`` if the error is rank 0's own."""
+        """Describe which rank ended a call, and how; ``None`` if rank 0 itself raised the error."""
         if not isinstance(error, RankLost) and not is_consequence(error) and not is_lost_connection(error):
             return None
         if not self._found.wait(_DIAGNOSIS_SECONDS):
@@ -142,7 +142,7 @@ class RankMonitor:
         return self._lost or None
 
     def raised(self) -> list[str]:
-        """Which ranks have raised an error in the call that rank 0 has just left, and live."""
+        """Return descriptions of running ranks that raised an error in the call that rank 0 has just left."""
         found = []
         for rank in range(1, len(self._notes)):
             if kind := self._raised_by(rank):
@@ -150,7 +150,7 @@ class RankMonitor:
         return found
 
     def _raised_by(self, rank: int) -> str:
-        """The type of the error by which a rank has left the last call that all ranks have entered; else empty."""
+        """The type of the error with which a rank left the last call that all ranks entered; otherwise empty."""
         _, _, kind = noted(_path(self._notes[rank])).partition(after_call(self.calls) + _RAISED)
         return kind.partition(",")[0]
 
@@ -169,13 +169,13 @@ class RankMonitor:
         self._is_known = True
 
     def dismiss(self) -> None:
-        """Ends the other ranks and the process group, and leaves the environment as it was before the launch."""
+        """End all other ranks and the process group, and restore the environment from before the launch."""
         self._over.set()
         self._thread.join()
         self._end()
         if dist.is_initialized():
             dist.destroy_process_group()
-        forget_group_names()  # names are numbers; new ranks begin to count, and this process may have counted further
+        forget_group_names()  # names are numbers, and new ranks start to count from the beginning
         if has_excepthook_of_groups(sys.excepthook):  # each process group adds one
             sys.excepthook = self._excepthook
         set_variables(self._before)
@@ -204,11 +204,11 @@ class RankMonitor:
                 self._say("; rank 0 did not come back, so it ends as well")
                 os._exit(1)
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
-            if self._over.wait(_AGAIN_SECONDS):  # what runs on the way out is not to be interrupted at once
+            if self._over.wait(_AGAIN_SECONDS):  # do not interrupt cleanup code immediately
                 return
 
     def _find(self, failed: Callable[[int | None], bool]) -> bool:
-        """Record the first rank that has ended in this way; a rank that was killed comes first, as a cause."""
+        """Record the first rank that has ended in this way. A rank that was killed comes first, as a cause."""
         if self._lost:
             return True
         ended = [(process.poll(), rank) for rank, process in enumerate(self.processes, 1)]
@@ -220,7 +220,7 @@ class RankMonitor:
         return False
 
     def _find_absent(self) -> bool:
-        """Record a rank whose script has caught an error of the call that rank 0 is still in."""
+        """Record a rank whose script has caught an error of rank 0's current call."""
         if not (self._in_call and self._have_entered):
             return False
         for rank in range(1, len(self._notes)):
@@ -248,17 +248,17 @@ class RankMonitor:
 
 
 class MonitoredRank:
-    """A rank other than 0 of a monitor.
+    """A rank other than 0 that a monitor watches.
 
     Args:
-        place: Where it notes what it does.
-        of_rank_0: Where rank 0 does.
+        place: The path of this rank's note.
+        of_rank_0: The path of rank 0's note.
     """
 
     def __init__(self, place: str, of_rank_0: str) -> None:
         self.note, self._of_rank_0, self.calls = Note(Path(place)), Path(of_rank_0), 0
         self._how = ""
-        """How it has left its last call."""
+        """How the rank has left its last call."""
 
     def mark_entered(self) -> None:
         """Record that all ranks have entered the same call of the Trainer."""
@@ -267,8 +267,8 @@ class MonitoredRank:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Around a call of the Trainer."""
-        # It may begin a call, or even end it by an error, while rank 0 still asks whether it has left the one before.
+        """Context for a call of the Trainer."""
+        # This rank may begin a call, or even end it with an error, while rank 0 still asks about the previous call.
         self.note.write(f"{after_call(self.calls)}{self._how}, in set-up" if self.calls else "in set-up")
         self._how = ""
         try:
@@ -282,9 +282,9 @@ class MonitoredRank:
     def await_end(self) -> None:
         """Wait if rank 0 is about to end this process: after an error of this rank alone, or a lost connection.
 
-        Otherwise the collective operations of the next call would meet those of the call that rank 0 is still in; or
-        the script might fail in its next call and end before rank 0 has looked, which then would report a rank that has
-        ended as the cause.
+        Otherwise the collective operations of the next call would be matched with those of rank 0's current call. Or
+        the script might fail in its next call and end before rank 0 checks; rank 0 would then report this end as the
+        cause.
         """
         while self._how and self.calls and self._of_rank_0.exists():
             if noted(self._of_rank_0).startswith(after_call(self.calls)):
@@ -298,13 +298,12 @@ class Rank0Watch:
     """Ends a rank when rank 0 ends: Lightning starts ranks as rank 0's children, and they would survive its SIGKILL.
 
     There is one object per run and rank, between the start of the process group and the teardown of the strategy. Rank
-    0 hosts the store, over a connection of which a thread of each other rank waits for that rank's key. If rank 0 dies,
-    the connection closes. In ``teardown`` rank 0 sets the keys of all ranks, because it may end before them. Another
-    rank sets its own key, because it may end before rank 0, and then waits for the thread: a thread that returned from
+    0 hosts the store. In each other rank, a thread waits for the rank's key over a connection to the store. If rank 0
+    dies, the connection closes. In ``teardown``, rank 0 sets the keys of all ranks, because it may end first. Any other
+    rank sets its key, because it may end before rank 0, and then waits for the thread: a thread that returned from
     torch's wait while Python ends would abort the process (see decision record 027).
 
-    If the user has started the process group on another store than a TCP store, or if there is one rank, nothing is
-    watched.
+    If the process group does not use a TCP store, or if there is one rank, nothing is watched.
 
     Args:
         key: A name that only this run uses, the same on all ranks.
@@ -321,14 +320,14 @@ class Rank0Watch:
         if isinstance(store, dist.TCPStore | InterruptibleTCPStore) and len(self._keys) > 1:
             self._store = store
             if self._rank != 0:
-                # A connection of its own: a client that waits cannot make another call.
+                # A separate connection, because a client that waits cannot make another call.
                 lost = partial(self._has_lost_rank_0, dist.TCPStore(store.host, store.port, is_master=False))
                 message = f"rank {self._rank}: rank 0 is gone, so this process ends as well"
                 self._watchdog = Watchdog("relay-rank-0-watch", lost, message=message)
                 self._watchdog.start()
 
     def end(self) -> None:
-        """End the watch of this rank; rank 0 ends those of all ranks."""
+        """End the watch of this rank; on rank 0, of all ranks."""
         self._ended.set()
         if self._store is None:
             return
@@ -347,14 +346,14 @@ class Rank0Watch:
 
 
 _AT_GLOO = re.compile(r"\[[^\]]*/gloo/[^\]]*:\d+\]")
-"""How a message of gloo names its place: ``[.../gloo/transport/tcp/pair.cc:553]``."""
+"""The source location in a message of gloo: ``[.../gloo/transport/tcp/pair.cc:553]``."""
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Return whether an error says that a process group has lost a connection, or has waited for too long.
+    """Return whether an error means that a process group has lost a connection or that a wait has timed out.
 
-    Only torch's own types count: an error of the user's code, such as a file that is missing in a folder ``gloo``, or
-    a connection to a data source that is reset, leaves the process group as it is.
+    Only torch's error types count. An error of user code, such as a missing file in a folder ``gloo`` or a reset
+    connection to a data source, does not affect the process group.
     """
     return isinstance(error, dist.DistError) or (
         type(error) is RuntimeError and _AT_GLOO.search(str(error)) is not None
@@ -362,11 +361,11 @@ def is_lost_connection(error: BaseException) -> bool:
 
 
 _lost: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
-"""Process groups that have lost a connection, with the error. torch keeps them, and later operations fail or hang."""
+"""Process groups that have lost a connection, with the error. Later operations of such groups fail or hang."""
 
 
 def note_lost_connection(error: BaseException) -> None:
-    """Record that the default process group cannot be used any more, if ``error`` says so."""
+    """If ``error`` is a lost connection, record that the default process group can no longer be used."""
     if dist.is_initialized() and dist.group.WORLD is not None and is_lost_connection(error):
         _lost[dist.group.WORLD] = f"{type(error).__name__}: {error}"
 
@@ -380,29 +379,29 @@ def check_connections() -> None:
     """Check that the default process group, if there is one, has lost no connection in an earlier call.
 
     Raises:
-        RuntimeError: If it has.
+        RuntimeError: If it has lost a connection.
     """
     if (why := _lost_connection()) is not None:
         raise RuntimeError(
             "This process cannot train, validate, test or predict with the other ranks again, because their process "
-            f"group has lost a connection in an earlier call ({why}), and torch cannot connect it anew. Let the error "
-            "end this process, so that what has started the ranks can start all of them again, such as torchrun "
-            "--max-restarts=1, and continue from the last checkpoint."
+            f"group has lost a connection in an earlier call ({why}), and torch cannot reconnect it. Let the error end "
+            "this process, so that the launcher can start all ranks again, such as torchrun --max-restarts=1, and "
+            "continue from the last checkpoint."
         )
 
 
 def after_call(number: int) -> str:
-    """What a rank notes when it has left a call of the Trainer."""
+    """Return the note of a rank that has left a call of the Trainer."""
     return f"after call {number} of the Trainer"
 
 
 def new_notes(number: int) -> list[int]:
-    """Descriptors of memory that lives as long as this process; no file is left, whoever is killed."""
+    """Return file descriptors of memory that exists as long as this process, without leftover files after a kill."""
     return [os.memfd_create("relay-note") for _ in range(number)] if sys.platform == "linux" else []
 
 
 def places(notes: Sequence[int]) -> list[str]:
-    """How other processes of this user open that memory."""
+    """Return the paths with which other processes of this user open this memory."""
     return [f"/proc/{os.getpid()}/fd/{note}" for note in notes]
 
 

@@ -1,14 +1,14 @@
 """The process of a rank that replaces its worker: ``python -m strategies.launch.rank_supervisor WORLD NUMBER``.
 
-torchrun and SLURM end the whole run when a rank ends. With ``max_restarts``, a rank that is no driver supervises its
-worker as a child process, and starts another one for the next session::
+torchrun and SLURM end the whole run when a rank ends. With ``max_restarts``, a rank that is not a driver supervises its
+worker as a child process, and starts a new worker for the next session::
 
     rank 2      supervisor ── starts ──▶ worker, session 1, ended with it
                      ├────── starts ──▶ worker, session 2, ✗ killed
                      └────── starts ──▶ worker, session 3, ...              ends with the worker's status
 
-Workers are forks of a process that has imported torch, where the system has what that needs. The supervisor itself
-imports no torch.
+If the system supports it, workers are forks of a process that has imported torch. The supervisor itself does not import
+torch.
 """
 
 import json
@@ -30,13 +30,13 @@ SERVE = "strategies.pipeline.worker.serve"
 
 _MODULES = (SERVE, "strategies.pipeline.worker.process")
 _MODULES_LATER = ("torch._dynamo",)
-"""What torch imports in a worker's first step, which takes as long as importing torch."""
+"""The modules that torch imports in a worker's first step, which takes as long as importing torch."""
 
 NEXT_SESSION = 75
-"""The exit status of a worker whose session is over while the driver has another one."""
+"""The exit status of a worker whose session is over while the driver starts a new session."""
 
 _LOOK_SECONDS = 1.0
-"""How often a supervisor looks whether its driver lives."""
+"""How often a supervisor checks whether its driver is running."""
 
 _START_SECONDS = 120.0
 """How long a fork server may take to import torch; a loaded machine takes many times its usual second."""
@@ -45,7 +45,7 @@ _FORK_SECONDS = 20.0
 """How long a fork server may take for a fork once it has forked. It takes milliseconds unless it is stopped."""
 
 _MOST_EARLY_ENDS = 3
-"""How many workers in a row may be killed before they have reached a session. Another one would not reach it either."""
+"""Maximum number of consecutive workers that are killed before they reach a session."""
 
 _LONELY_SECONDS = 10.0
 """How long a worker may outlive its driver. It notices the end within two seconds, but not while it connects."""
@@ -100,7 +100,7 @@ class Starts:
         return subprocess.Popen(command, stdin=stdin)
 
     def prepare(self) -> None:
-        """Have what a worker needs in its first step imported ahead, without waiting."""
+        """Import in the background what a worker needs in its first step."""
         if (server := self._server()) is not None:
             server.import_later()
 
@@ -112,8 +112,8 @@ class _Worker:
     """The worker of one session.
 
     Args:
-        start: Starts it, with a file descriptor as its standard input, into which it writes the process id of its
-            driver.
+        start: Starts the worker, with a file descriptor as its standard input. The worker writes the process id of its
+            driver to this descriptor.
     """
 
     def __init__(self, start: Callable[[int], Process]) -> None:
@@ -143,8 +143,8 @@ class RankSupervisor:
 
     Args:
         rank: The number of the rank, for messages.
-        start: Starts the worker of a session, whose number it gets, with the given file descriptor as standard input.
-        prepare: Called every second once the first session has begun.
+        start: Starts the worker of a session, given its number and the file descriptor for standard input.
+        prepare: Called every second after the first session has begun.
     """
 
     def __init__(
@@ -157,9 +157,9 @@ class RankSupervisor:
         self._is_asked_to_end = False
 
     def run(self, number: int) -> int:
-        """Run workers, the first of which gets session ``number``; return the exit status of the last one.
+        """Run workers, starting with session ``number``. Returns the exit status of the last worker.
 
-        A worker is replaced if its session is over and the driver has another one, or if a signal has ended it.
+        A worker is replaced if its session is over and the driver starts a new session, or if a signal ended it.
         """
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in the worker
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -177,12 +177,12 @@ class RankSupervisor:
                 return status
             how = f"rank {self._rank}: its worker {end_of(worker.process)}"
             if self._driver is not None and not is_alive(self._driver):
-                _say(f"{how}, and its driver, process {self._driver}, is gone")
+                _say(f"{how}, and its driver, process {self._driver}, has ended")
                 return 1
-            _say(f"{how}; another process takes its place")
+            _say(f"{how}; a new process replaces it")
 
     def _run_one(self, number: int) -> tuple[_Worker, int]:
-        """Run a worker for a session; return it and its exit status."""
+        """Run a worker for a session. Returns the worker and its exit status."""
         worker = self._worker = _Worker(partial(self._start, number))
         if self._is_asked_to_end:  # the signal came before there was a worker to pass it on to
             worker.process.kill()
@@ -198,7 +198,7 @@ class RankSupervisor:
         return worker, status
 
     def _look_after(self, worker: _Worker, driver: int) -> None:
-        with suppress(OSError):  # no process or file can be had now: tried again at the next look
+        with suppress(OSError):  # no process or file is available now; the next call tries again
             self._prepare()
         if is_alive(driver):
             self._alone_since = None
@@ -219,17 +219,17 @@ def _say(line: str) -> None:
 
 
 def note_session(driver: int) -> None:
-    """Tell the supervisor that a session begins.
+    """Notify the supervisor that a session begins.
 
     Args:
         driver: The process id of the driver.
     """
-    with suppress(OSError):  # it has ended, and this process ends as well
+    with suppress(OSError):  # the supervisor has ended, and this process ends as well
         os.write(0, b"%d" % driver)
 
 
 def end_with_supervisor(supervisor: int) -> None:
-    """End this process when the supervisor that has started it ends.
+    """End this process when the supervisor that started it ends.
 
     Args:
         supervisor: The process id of the supervisor.
@@ -246,7 +246,7 @@ if __name__ == "__main__":
     world, number = sys.argv[1:]
     start = Starts(world)
     status = RankSupervisor(json.loads(world)["rank"], start, prepare=start.prepare).run(int(number))
-    if status < 0:  # end in the same way, for those who watch this process
+    if status < 0:  # end by the same signal, for processes that watch this process
         with suppress(OSError):  # SIGKILL has no handler
             signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)

@@ -1,13 +1,13 @@
-"""Pipelines over processes that torchrun, SLURM or a similar launcher has started, on one host or several.
+"""Pipelines over processes that torchrun, SLURM or a similar launcher started, on one or more hosts.
 
     rank 0: driver, last stage    1: stage 0    2: stage 1  ┆  3: driver, last stage    4: stage 0    5: stage 1
     ──────────────────────── replica 0 ─────────────────────┆───────────────────── replica 1 ───────────────────
 
-Every rank starts by running the same script. At its first ``fit``, a rank that is not a driver replaces itself by a
+Every rank starts by running the same script. At its first ``fit``, a rank that is not a driver replaces itself with a
 worker, with ``exec``: the process id that the launcher watches stays, and the memory of the script is released. Driver
 and workers communicate through the TCP store of the run:
 
-    driver:  sessions/3/1 = a session      sessions/3/1/over      sessions/3/2 = another one      ...  sessions/3/N = ""
+    driver:  sessions/3/1 = a session      sessions/3/1/over      sessions/3/2 = next session     ...  sessions/3/N = ""
     worker:  joins it                      leaves it              execs itself, joins it               ends, status 0
 """
 
@@ -85,12 +85,12 @@ class World:
 
     @property
     def keeps_store(self) -> bool:
-        """Whether the store lives in this process; torchrun keeps one itself."""
+        """Whether this process hosts the store. With torchrun, torchrun hosts it."""
         return self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
     @property
     def hosts(self) -> list[int]:
-        """The number of the host of each stage; the driver has the last one."""
+        """The number of the host of each stage. The last entry is the driver's host."""
         return [rank // self.num_local for rank in (*self.workers, self.driver)]
 
     @property
@@ -103,7 +103,7 @@ class World:
         return f"relay://{self.address}:{self.port}/relay-{secrets.token_hex(8)}"
 
     def store(self) -> dist.Store:
-        """Connects to the store, or creates it on the rank that keeps it; waits until the store exists."""
+        """Connect to the store, or create it on the rank that hosts it. Waits until the store exists."""
         keeps, patience = self.keeps_store, timedelta(seconds=_ARRIVAL_SECONDS)
         store = dist.TCPStore(
             self.address, self.port, is_master=keeps, timeout=patience, wait_for_workers=False, multi_tenant=keeps
@@ -130,7 +130,7 @@ class Ranks:
     :class:`~strategies.launch.workers.Workers`.
 
     Args:
-        world: This rank and the others.
+        world: All ranks, and which of them this process is.
     """
 
     def __init__(self, world: World) -> None:
@@ -142,10 +142,10 @@ class Ranks:
         self._joined = False
 
     def start(self, *, timeout_seconds: float, threads: int) -> Session:
-        """Starts a session and returns when all workers have joined it; see ``Workers.start``.
+        """Start a session, and return when all workers have joined it; see ``Workers.start``.
 
         Raises:
-            RuntimeError: If this process already takes part in RPC, or if a worker does not appear in time.
+            RuntimeError: If this process is already part of an RPC session, or if a worker does not appear in time.
         """
         refuse_other_rpc()
         world, store = self._world, self._world.store()
@@ -189,7 +189,7 @@ class Ranks:
         return {rank: tuple(json.loads(store.get(key))) for rank, key in keys.items() if store.check([key])}
 
     def _check_supervisors(self) -> None:
-        """Raises if a rank has ended that was to replace its worker."""
+        """Raise an error if a rank that supervises its worker has ended."""
         for rank, (host, pid) in self._supervisors().items():
             if host == os.uname().nodename and not is_alive(pid):
                 raise RuntimeError(
@@ -198,12 +198,12 @@ class Ranks:
                 )
 
     def process(self, stage: int) -> str:
-        """A worker's process in words."""
+        """Describe a worker's process."""
         host, pid = self._processes[stage]
         return f"process {pid} (rank {self._world.workers[stage]}) on {host}"
 
     def ended(self, stage: int, *, wait_seconds: float = 0.0) -> str | None:
-        """Describes the end of a worker's process; ``None`` if the process runs or is on another host."""
+        """Describe the end of a worker's process; ``None`` if the process runs or is on another host."""
         host, pid = self._processes[stage]
         deadline = time.monotonic() + wait_seconds
         while host == os.uname().nodename:
@@ -215,19 +215,19 @@ class Ranks:
         return None
 
     def doing(self, stage: int) -> str:
-        """What a worker does or did last, in words; empty if it is on another host."""
+        """Describe the current or most recent activity of a worker; empty if it is on another host."""
         assert self._session is not None
         return noted(self._session.note(stage)) if self._processes[stage][0] == os.uname().nodename else ""
 
     def kill(self, stage: int) -> None:
-        """Ends a worker's process at once, if it runs on this host."""
+        """Kill a worker's process if it runs on this host."""
         host, pid = self._processes[stage]
         if host == os.uname().nodename:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     def _check(self) -> None:
-        """Raises if a worker has ended while other processes wait for it; ends the session for the other workers."""
+        """If a worker has ended while other processes wait for it, end the session of all workers and raise."""
         for stage in self._processes:
             if (how := self.ended(stage)) is not None:
                 assert self._store is not None
@@ -235,7 +235,7 @@ class Ranks:
                 raise WorkerLost(f"stage {stage}, {self.process(stage)}, {how}")
 
     def stop(self, *, grace_seconds: float) -> None:
-        """Ends the session. The workers then wait for the next session. Safe at any time."""
+        """End the session. The workers then wait for the next session. Can be called at any time."""
         if self._store is not None:
             self._store.set(over_key(self._call), "")
             self._store = None
@@ -267,7 +267,7 @@ def gone_key(rank: int) -> str:
 
 
 def dismiss(world: World, store: dist.Store) -> None:
-    """Ends the workers of a driver, at the end of the driver's process."""
+    """End the workers of a driver, at the end of the driver's process."""
     store.set(world.next_call(store), "")
     store.set(gone_key(world.rank), "")
     listeners = range(world.size) if world.keeps_store else world.workers
@@ -278,10 +278,10 @@ def dismiss(world: World, store: dist.Store) -> None:
 
 
 def become_worker(world: World, number: int = 1, *, replace: bool = False) -> NoReturn:
-    """Replace this process by a worker that serves the sessions of its driver, starting with ``number``.
+    """Replace this process with a worker that serves the sessions of its driver, starting with ``number``.
 
     Args:
-        world: This rank and the others.
+        world: All ranks, and which of them this process is.
         number: The number of the first session.
         replace: Whether this process becomes a supervisor instead, which replaces a worker that is killed.
     """
@@ -306,7 +306,7 @@ def _close_on_exec(descriptor: int) -> None:
 
 
 def appear(store: dist.Store, keys: Sequence[str], seconds: float, check: Callable[[], None] = lambda: None) -> bool:
-    """Waits for keys and returns whether all exist. Ctrl-C interrupts the wait, and so does an error of ``check``."""
+    """Wait for keys, and return whether all exist. Ctrl-C and errors of ``check`` interrupt the wait."""
     deadline = time.monotonic() + seconds
     for number in count(1):
         if store.check(list(keys)):

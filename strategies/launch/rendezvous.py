@@ -1,7 +1,7 @@
-"""Where the processes of a run meet, as a URL, and on which interface they listen.
+"""The rendezvous of the processes of a run, as a URL, and the interface on which they listen.
 
-file:///tmp/relay-x                on one host: files that only this user can read; no port is agreed on
-relay://node0:29500/relay-1f0c     where torchrun or SLURM has started the ranks: keys in their common TCP store
+file:///tmp/relay-x                on one host: files that only this user can read; needs no port
+relay://node0:29500/relay-1f0c     under torchrun or SLURM: keys in the common TCP store of the ranks
 """
 
 import os
@@ -17,15 +17,15 @@ from torch import distributed as dist
 
 LOOPBACK = "127.0.0.1"
 _FIRST_LOOK_SECONDS, _LOOK_SECONDS = 0.0005, 0.005
-"""How often a wait looks: at first often, because processes that start together arrive within milliseconds."""
+"""Polling intervals of a wait: short at first, because processes that start together arrive within milliseconds."""
 
 
 def store_at(url: str, size: int) -> dist.Store:
-    """Connects to the store of a rendezvous.
+    """Connect to the store of a rendezvous.
 
     Args:
-        url: As above.
-        size: How many processes meet there.
+        url: The URL, as above.
+        size: The number of processes that connect.
     """
     place = urlparse(url)
     if place.scheme == "file":
@@ -37,12 +37,12 @@ def store_at(url: str, size: int) -> dist.Store:
 class InterruptibleStore(dist.Store):
     """A store whose waits can be interrupted by Ctrl-C and by a failure that ``check`` reports.
 
-    A wait of torch's own stores runs in C++ and cannot be interrupted; during ``init_rpc`` it lasts up to 24 days.
+    A wait of torch's stores runs in C++ and cannot be interrupted. During ``init_rpc`` it lasts up to 24 days.
 
     Args:
-        store: The store itself.
-        check: Raises if there is no more reason to wait.
-        timeout_seconds: How long to wait, whatever the caller thinks: gloo gives as long as a connection may take.
+        store: The underlying store.
+        check: Raises an exception if there is no more reason to wait.
+        timeout_seconds: Time limit of waits. It overrides the caller's limit: gloo passes its time-out for connections.
     """
 
     def __init__(self, store: dist.Store, check: Callable[[], None], timeout_seconds: float) -> None:
@@ -85,9 +85,9 @@ class InterruptibleStore(dist.Store):
 
 
 def interface_to(address: str) -> tuple[str, str]:
-    """The interface of this host that leads to an address: its own address, and its name (empty if not known).
+    """Return address and name (empty if not known) of the interface of this host that leads to an address.
 
-    ``GLOO_SOCKET_IFNAME`` names another one, as everywhere in torch.
+    ``GLOO_SOCKET_IFNAME`` selects another interface, as everywhere in torch.
     """
     if address == LOOPBACK:
         return LOOPBACK, next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
@@ -101,7 +101,7 @@ def interface_to(address: str) -> tuple[str, str]:
 
 
 def _interfaces() -> Iterator[tuple[str, str]]:
-    """Name and IPv4 address of each interface that has one."""
+    """Yield name and IPv4 address of each interface that has an address."""
     for name, addresses in psutil.net_if_addrs().items():
         if own := [address.address for address in addresses if address.family == socket.AF_INET]:
             yield name, own[0]

@@ -1,10 +1,10 @@
-"""Processes that go back together, as often as one of them has to; what they agree on is in a store that they share.
+"""Processes that return to an earlier state together whenever one of them must. A shared store coordinates them.
 
     round 0   member 0   gate ── gate ── ✗ announces ── its snapshots: 3, 4 ─┐
-              member 1   gate ── gate ────── looks ──── its snapshots: 2, 3 ─┴─▶ all go back to 3: round 1 begins
+              member 1   gate ── gate ────── checks ─── its snapshots: 2, 3 ─┴─▶ all return to 3: round 1 begins
 
-A *gate* stands in front of whatever all members have to do at the same time and none can be brought back from, such as
-a collective operation of a process group. Either all members pass it or none does.
+A *gate* precedes an operation that all members must run at the same time and that cannot be interrupted, such as a
+collective operation of a process group. Either all members pass it or none.
 """
 
 import json
@@ -19,7 +19,7 @@ from strategies.launch.rendezvous import InterruptibleTCPStore
 _FIRST_LOOK_SECONDS, _LOOK_SECONDS = 0.0002, 0.002
 
 _CLOSED = -(2**40)
-"""What a gate counts that a member has closed; others that come to it later do not make it positive."""
+"""The count of a gate that a member has closed. Members that reach it later cannot make it positive."""
 
 
 class MemberGone(RuntimeError):
@@ -33,7 +33,7 @@ def shared_store(key: str) -> Callable[[], dist.Store]:
         key: A name that only this run uses.
 
     Raises:
-        ValueError: If the processes do not meet at a TCP store.
+        ValueError: If the process group does not use a TCP store.
     """
     store = default_store()
     while isinstance(store, dist.PrefixStore):
@@ -48,20 +48,20 @@ class Rounds:
     """One member of a group of processes that restore an earlier state together.
 
     Args:
-        store: Shared by all members, over a connection of this object's own.
+        store: The store of all members, over a separate connection for this object.
         rank: The number of this member.
         size: The number of members.
-        timeout_seconds: How long a member may take to come to a gate, or to go back.
+        timeout_seconds: How long a member may take to reach a gate, or to return.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout_seconds: float) -> None:
         self._store, self.rank, self._size, self._timeout_seconds = store, rank, size, timeout_seconds
         self.number = 0
-        """How often all have gone back."""
+        """How often all members have returned."""
         self._num_passed = 0
 
     def announce(self, why: str) -> str:
-        """Tell all members that this round is over; return why, as the first one has told it."""
+        """Announce to all members that this round is over. Returns the reason of the first announcement."""
         return self._store.compare_set(f"{self.number}/over", "", why).decode()
 
     def announced(self) -> str | None:
@@ -70,16 +70,16 @@ class Rounds:
         return self._store.get(key).decode() if self._store.check([key]) else None
 
     def pass_gate(self, must_return: Callable[[], bool]) -> bool:
-        """Wait until all members have come to the same gate; return whether they have.
+        """Wait until all members have reached the same gate, and return whether they have.
 
         Args:
-            must_return: Returns whether this member has to go back, so that it must not pass.
+            must_return: Returns whether this member must return to an earlier state, so that it must not pass.
 
         Returns:
-            ``False`` if a member has to go back: then no member passes, now or later in this round.
+            ``False`` if a member must return. In that case no member passes, now or later in this round.
 
         Raises:
-            MemberGone: If a member does not come in time.
+            MemberGone: If a member does not arrive in time.
         """
         if must_return():
             return False
@@ -87,13 +87,13 @@ class Rounds:
         sleep_seconds, deadline = _FIRST_LOOK_SECONDS, time.monotonic() + self._timeout_seconds
         found = self._store.add(key, 1)
         while 0 < found < self._size:
-            if must_return():  # the others may have come in this moment: then this member passes, too
+            if must_return():  # if all other members have arrived at this moment, this member passes, too
                 found = int(self._store.compare_set(key, str(found), str(_CLOSED)))
                 continue
             if self._left():
-                break  # what comes after the gate fails
+                break  # the operation after the gate fails
             if time.monotonic() > deadline:
-                raise MemberGone(f"another replica did not come to the same point within {self._timeout_seconds:g} s")
+                raise MemberGone(f"another replica did not reach the same point within {self._timeout_seconds:g} s")
             time.sleep(sleep_seconds)
             sleep_seconds = min(2 * sleep_seconds, _LOOK_SECONDS)
             found = int(self._store.get(key))
@@ -103,17 +103,17 @@ class Rounds:
         return True
 
     def agree(self, numbers: Collection[int], gives_up: Callable[[], bool] = lambda: False) -> int | None:
-        """Wait until all members have called this; the next round begins.
+        """Wait until all members have called this. Then the next round begins.
 
         Args:
-            numbers: Those that this member can go back to.
-            gives_up: Whether this member waits no longer.
+            numbers: The numbers of the states to which this member can return.
+            gives_up: Returns whether this member must stop waiting.
 
         Returns:
-            The largest number that all members have given; ``None`` if there is none.
+            The largest number that all members have passed; ``None`` if there is none.
 
         Raises:
-            MemberGone: If a member has left, this one included, or does not come in time.
+            MemberGone: If any member has left or does not arrive in time.
         """
         names = [f"{self.number}/numbers/{rank}" for rank in range(self._size)]
         self._store.set(names[self.rank], json.dumps(sorted(numbers)))
@@ -124,7 +124,7 @@ class Rounds:
             if gives_up():
                 raise MemberGone(f"replica {self.rank} has ended its run")
             if time.monotonic() > deadline:
-                raise MemberGone(f"another replica did not go back within {self._timeout_seconds:g} s")
+                raise MemberGone(f"another replica did not return to a snapshot within {self._timeout_seconds:g} s")
             time.sleep(sleep_seconds)
             sleep_seconds = min(2 * sleep_seconds, _LOOK_SECONDS)
         found = [set(json.loads(self._store.get(name))) for name in names]
@@ -133,7 +133,7 @@ class Rounds:
         return max(set.intersection(*found), default=None)
 
     def leave(self) -> None:
-        """Take no part in further rounds."""
+        """Leave the group, and take no part in further rounds."""
         self._store.set(f"left/{self.rank}", "")
 
     def _left(self) -> list[int]:

@@ -1,6 +1,6 @@
 """The processes of one run and their connections: RPC for control, a gloo group for activations and gradients.
 
-A session lasts from the start of the workers to their end; a process may have many, one after another.
+A session lasts from the start of the workers to their end. A process may have many sessions, one after another.
 """
 
 import json
@@ -44,16 +44,16 @@ _OF_GLOO = 5
 _LOOK_SECONDS = 0.01
 
 _VARIABLES_OF_NCCL = {
-    # torch warns that the sends and receives of a communicator run one after another, which is what Relay has them do.
+    # torch warns that the sends and receives of a communicator run one after another, which Relay relies on.
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
-    # torch's watchdog ends a process after an error of NCCL or CUDA that Relay reports, and may have recovered from.
+    # torch's watchdog would end a process after an error of NCCL or CUDA, which Relay reports or recovers from.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
 }
-"""What torch reads when it creates a communicator."""
+"""The variables that torch reads when it creates a communicator."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,13 @@ class Session:
     """The description of a session that each of its processes has.
 
     Attributes:
-        rendezvous: Where the processes meet; see :mod:`~strategies.launch.rendezvous`.
+        rendezvous: The URL of the rendezvous; see :mod:`~strategies.launch.rendezvous`.
         token: Part of the RPC names of this session, so that they differ from those of other sessions.
         size: Number of processes, one per stage. A rank is the number of a stage; the driver has the last rank.
         timeout_seconds: Time-out of waits for another process.
-        threads: Number of threads that each process computes with.
+        threads: Number of threads with which each process computes.
         paths: The driver's ``sys.path``.
-        driver_pid: The process id of the driver. Workers that the driver has started end with that process.
+        driver_pid: The process id of the driver. Workers that the driver started end with that process.
         reachable_address: An address that all processes can reach; each listens on the interface that leads to it.
         notes: A directory on the host of the driver, where the processes of that host record their activity.
     """
@@ -83,14 +83,14 @@ class Session:
     notes: str = ""
 
     has_been: ClassVar[bool] = False
-    """Whether this process takes part, or has taken part, in a session."""
+    """Whether this process is or was part of a session."""
 
     def note(self, rank: int) -> Path | None:
-        """The file in which a process records its activity; ``None`` on other hosts than the driver's."""
+        """The file in which a process records its activity; ``None`` unless it is on the driver's host."""
         return Path(self.notes) / f"doing-{rank}" if os.path.isdir(self.notes) else None
 
     def forget(self) -> None:
-        """Removes the files that the processes have written for each other."""
+        """Remove the files that the processes have written for each other."""
         shutil.rmtree(self.notes, ignore_errors=True)
 
     def name(self, rank: int) -> str:
@@ -103,39 +103,39 @@ class Session:
 
     @classmethod
     def from_json(cls, text: str) -> "Session":
-        """Reads what :meth:`to_json` wrote."""
+        """Return the description that :meth:`to_json` wrote."""
         return cls(**json.loads(text))
 
 
 def refuse_other_rpc() -> None:
-    """Checks that this process takes part in no RPC session.
+    """Check that this process is not part of an RPC session.
 
     Raises:
-        RuntimeError: If it does.
+        RuntimeError: If it is part of one.
     """
     if rpc_is_initialized():
         raise RuntimeError(
             "torch.distributed.rpc is already initialised in this process, which can only take part in one RPC session "
-            "at a time; end the other one (rpc.shutdown, or the teardown of the other pipeline) first"
+            "at a time; end the other session (rpc.shutdown, or the teardown of the other pipeline) first"
         )
 
 
 def join_rpc(session: Session, rank: int, check: Callable[[], None] = lambda: None) -> None:
-    """Joins RPC and returns when every process of the session has joined.
+    """Join RPC, and return when every process of the session has joined.
 
-    This is the part of ``init_rpc`` that Relay needs. The rest of ``init_rpc`` creates a process group, in which it
-    would wait 24 days for a process that has been killed, and could not be interrupted.
+    This is the part of ``init_rpc`` that Relay needs. The rest of ``init_rpc`` creates a process group. There, it would
+    wait 24 days for a process that has been killed, and could not be interrupted.
 
     Args:
         session: The session.
-        rank: This process's.
-        check: Called repeatedly during the wait; raises to end it.
+        rank: The rank of this process.
+        check: Called repeatedly during the wait. Ends the wait by raising an exception.
 
     Raises:
         RuntimeError: If a process does not appear within the session's time-out.
     """
-    # Within RPC the driver is number 0: torch's autograd context, which RPC sets up, takes one number for the whole
-    # life of a process.
+    # Within RPC the driver has number 0, because torch's autograd context, which RPC sets up, accepts only one number
+    # per process.
     number = (rank + 1) % session.size
     options = rpc_options(num_threads=4, timeout_seconds=session.timeout_seconds)
     store = InterruptibleStore(store_at(f"{session.rendezvous}/rpc", session.size), check, session.timeout_seconds)
@@ -148,14 +148,14 @@ def join_rpc(session: Session, rank: int, check: Callable[[], None] = lambda: No
 
 
 def leave_rpc() -> None:
-    """Leaves RPC without waiting for other processes."""
+    """Leave RPC without waiting for other processes."""
     if rpc_is_initialized():
         with _without_lines(b"RPC agent for relay-"):
             rpc.shutdown(graceful=False)
 
 
 def join_data_plane(session: Session, rank: int, check: Callable[[], None] = lambda: None) -> dist.ProcessGroup:
-    """Connects the data plane and returns when every process of the session has; see :func:`join_rpc`."""
+    """Connect the data plane, and return when every process has connected; see :func:`join_rpc`."""
     seconds = BUSY_FACTOR * session.timeout_seconds
     group = join_group(f"{session.rendezvous}/data", rank, session.size, seconds, session.reachable_address, check)
     _let_computing_go_first("gloo_tcp_loop")
@@ -170,11 +170,11 @@ def join_group(
     reachable_address: str = LOOPBACK,
     check: Callable[[], None] = lambda: None,
 ) -> dist.ProcessGroup:
-    """Connects ``size`` processes that meet at ``url``, and returns when all are there.
+    """Connect ``size`` processes through the store at ``url``, and return when all have connected.
 
-    The group is private: torch's default group, which metrics and loggers look at, stays what it was.
+    The group is private: torch's default group, which metrics and loggers use, does not change.
     """
-    gloo: Any = dist.ProcessGroupGloo  # the stubs of torch 2.13 lack what its constructor takes
+    gloo: Any = dist.ProcessGroupGloo  # the stubs of torch 2.13 lack parameters of its constructor
     address, name = interface_to(reachable_address)
     device = gloo.create_device(hostname=address) if address else gloo.create_device(interface=name)
     options = gloo_options(device, timedelta(seconds=min(timeout_seconds, _CONNECT_SECONDS) / _OF_GLOO))
@@ -185,7 +185,7 @@ def join_group(
     group = group_without_backend(store, rank, size)
 
     def connect(check_caller: Callable[[], None]) -> Any:
-        addresses = InterruptibleStore(place, check_caller, timeout_seconds)  # of Python: C++ does not keep it alive
+        addresses = InterruptibleStore(place, check_caller, timeout_seconds)  # kept: C++ does not
         return gloo(dist.PrefixStore("gloo/", addresses), rank, size, options)
 
     backend = _beside(connect, check)
@@ -194,11 +194,11 @@ def join_group(
 
 
 def _beside(connect: Callable[[Callable[[], None]], Any], check: Callable[[], None]) -> Any:
-    """Calls a function that waits in C++ and cannot be interrupted, on another thread.
+    """Call a function that waits in C++ and cannot be interrupted, on another thread.
 
     Args:
-        connect: Connects. Its argument is a function that raises once the caller has stopped waiting.
-        check: Called repeatedly during the wait; raises to end it.
+        connect: The function. Its argument is a function that raises an error when the caller has stopped waiting.
+        check: Called repeatedly during the wait. Ends the wait by raising an exception.
     """
     given_up = Event()
 
@@ -212,31 +212,32 @@ def _beside(connect: Callable[[Callable[[], None]], Any], check: Callable[[], No
     try:
         while not wait([connected], _LOOK_SECONDS).done:
             check()
-    except BaseException:  # Ctrl-C as well
+    except BaseException:  # including Ctrl-C
         given_up.set()
         raise
     return connected.result()
 
 
 def _let_computing_go_first(thread_name: str) -> None:
-    """Keeps gloo's event loop from interrupting the thread that computes.
+    """Keep gloo's event loop from interrupting the thread that computes.
 
-    A loop woken by arriving data while that thread is in the middle of a send spins, waiting for it, on the core that
-    it has just taken from it. Batch scheduling (Linux) lets it run wherever a core is free, but interrupt nothing.
+    If data arrives while the compute thread is in the middle of a send, the event loop wakes up, takes the core of the
+    compute thread, and spins until the send continues. With batch scheduling (Linux), the event loop runs on free cores
+    and interrupts no thread.
     """
     if sys.platform != "linux":
         return
     for task in Path("/proc/self/task").iterdir():
-        with suppress(OSError):  # a thread may end, and a sandbox may refuse; it is only slower then
+        with suppress(OSError):  # a thread may end, or a sandbox may refuse; this only costs speed
             if (task / "comm").read_text().strip() == thread_name:
                 os.sched_setscheduler(int(task.name), os.SCHED_BATCH, os.sched_param(0))
 
 
 @contextmanager
 def _without_lines(part: bytes) -> Iterator[None]:
-    """Keeps lines that contain ``part`` from standard error, whichever library writes them.
+    """Remove lines that contain ``part`` from standard error, from any library.
 
-    RPC warns of each connection that closes, and its C++ logger has no level that could be set at run time.
+    RPC warns about each connection that closes, and the level of its C++ logger cannot be set at run time.
     """
     with tempfile.TemporaryFile() as file:
         sys.stderr.flush()
@@ -253,11 +254,11 @@ def _without_lines(part: bytes) -> Iterator[None]:
 
 
 def variables_of_nccl(session: Session, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment variables with which a process of a session creates its NCCL communicators.
+    """Return the environment variables with which a process of a session creates its NCCL communicators.
 
     Args:
-        session: The session. If its processes meet on the loopback interface, NCCL uses that interface too.
-        base: The variables that are set: what the user has set stays.
+        session: The session. If its processes use the loopback interface, NCCL also uses it.
+        base: The current variables. The user's settings are kept.
     """
     wanted = dict(_VARIABLES_OF_NCCL)
     if session.reachable_address == LOOPBACK:
@@ -267,7 +268,7 @@ def variables_of_nccl(session: Session, base: Mapping[str, str] = os.environ) ->
 
 @contextmanager
 def environment_variables(**variables: str) -> Iterator[None]:
-    """Sets variables for a while."""
+    """Context in which environment variables are set."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -277,7 +278,7 @@ def environment_variables(**variables: str) -> Iterator[None]:
 
 
 def set_variables(variables: Mapping[str, str | None]) -> None:
-    """Sets environment variables; ``None`` removes one."""
+    """Set environment variables; ``None`` removes a variable."""
     for name, value in variables.items():
         if value is None:
             os.environ.pop(name, None)

@@ -1,6 +1,6 @@
-"""Supervision of processes: whether one lives, how several are ended together, how this one ends with another one.
+"""Supervise processes: check whether a process runs, end several together, end this process with another process.
 
-It imports no torch: a worker supervises its driver before it imports torch.
+This module does not import torch, because a worker supervises its driver before it imports torch.
 """
 
 import os
@@ -17,17 +17,17 @@ from strategies.common.formatting import ending
 from strategies.launch.fork_server import ForkedProcess
 
 Process = subprocess.Popen | ForkedProcess
-"""A process that this one has started."""
+"""A child process."""
 
 
 class Watchdog:
-    """A thread that ends this process when another one that it depends on has ended.
+    """A thread that ends this process when another process on which it depends has ended.
 
     Args:
         name: The name of the thread.
-        has_ended: Waits until the other process has ended and returns ``True``; returns ``False`` if this process
-            depends on it no more.
-        message: What is written to standard error before this process ends; nothing if empty.
+        has_ended: Waits until the other process has ended and returns ``True``; returns ``False`` if this process no
+            longer depends on it.
+        message: The message on standard error before this process ends; none if empty.
         status: The exit status.
         clean_up: Called before this process ends.
     """
@@ -45,11 +45,11 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name=name, daemon=True)
 
     def start(self) -> None:
-        """Starts the thread."""
+        """Start the thread."""
         self._thread.start()
 
     def join(self, timeout_seconds: float | None = None) -> None:
-        """Waits for the end of the thread, at most ``timeout_seconds``."""
+        """Wait for the end of the thread, at most ``timeout_seconds``."""
         self._thread.join(timeout_seconds)
 
     def _watch(self) -> None:
@@ -64,7 +64,7 @@ class Watchdog:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and that its parent has not asked for yet does not."""
+    """Return whether a process runs. A zombie does not run."""
     try:
         return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:
@@ -72,19 +72,19 @@ def is_alive(pid: int) -> bool:
 
 
 def wait_for_end(pid: int, *, or_readable: int | None = None, interval_seconds: float = 0.5) -> None:
-    """Waits until a process has ended.
+    """Wait until a process has ended.
 
     Args:
         pid: The process id.
-        or_readable: A file descriptor; the wait ends as well when there is something to read, or its end.
-        interval_seconds: How often to look on systems without pidfds.
+        or_readable: A file descriptor. The wait also ends when the descriptor is readable or at its end.
+        interval_seconds: The polling interval on systems without pidfds.
     """
     others = [] if or_readable is None else [or_readable]
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
         return
-    except (AttributeError, OSError):  # another system than Linux, or a sandbox
+    except (AttributeError, OSError):  # the system is not Linux, or a sandbox refuses
         while is_alive(pid) and not select.select(others, [], [], interval_seconds)[0]:
             pass
     else:
@@ -93,7 +93,7 @@ def wait_for_end(pid: int, *, or_readable: int | None = None, interval_seconds: 
 
 
 def end_of(process: Process) -> str:
-    """Return in words how a process has ended, of which ``poll`` or ``wait`` has said that it has."""
+    """Describe how a process has ended. Call this after ``poll`` or ``wait`` has reported its end."""
     assert process.returncode is not None
     if isinstance(process, ForkedProcess) and not process.is_status_known:
         return "has ended in an unknown way (its fork server, which reports how, has ended or does not answer)"
@@ -101,7 +101,7 @@ def end_of(process: Process) -> str:
 
 
 def end_together(processes: Sequence[Process], grace_seconds: float) -> None:
-    """Waits for processes to end by themselves, and kills those that run after ``grace_seconds``."""
+    """Wait for processes to end, and kill processes that still run after ``grace_seconds``."""
     deadline = time.monotonic() + grace_seconds
     for process in processes:
         try:

@@ -1,4 +1,4 @@
-"""Starting and ending the worker processes of a session on this machine."""
+"""Start and end the worker processes of a session on this machine."""
 
 import os
 import secrets
@@ -21,10 +21,10 @@ from strategies.launch.session import Session, join_rpc, leave_rpc, refuse_other
 from strategies.launch.supervision import Process, end_of, end_together
 
 WORKER_MODULES = ("strategies.pipeline.__main__", "strategies.pipeline.worker.process")
-"""What a worker imports at its start."""
+"""The modules that a worker imports at its start."""
 
 WORKER_MODULES_LATER = ("torch._dynamo",)
-"""What torch imports in a worker's first step, which takes as long as importing torch."""
+"""The modules that torch imports in a worker's first step, which takes as long as importing torch."""
 
 _START_SECONDS = 120.0
 """How long a worker may take to import torch, at least; a loaded machine takes many times its usual second."""
@@ -34,7 +34,7 @@ class Workers:
     """The worker processes of one session, and the driver's membership in it.
 
     Args:
-        stages: The stage of each worker in words; their ranks are ``0 .. count - 1``, the driver's is ``count``.
+        stages: A description of each worker's stage. The workers have ranks ``0 .. count - 1``, the driver ``count``.
     """
 
     def __init__(self, stages: Sequence[str]) -> None:
@@ -46,14 +46,15 @@ class Workers:
         self._patience_seconds = _START_SECONDS
 
     def start(self, *, timeout_seconds: float, threads: int) -> Session:
-        """Starts the processes and returns when all have joined the session.
+        """Start the processes, and return when all have joined the session.
 
         Args:
-            timeout_seconds: How long to wait for another process.
-            threads: Number of threads that each process computes with.
+            timeout_seconds: Time limit of waits for another process.
+            threads: Number of threads with which each process computes.
 
         Raises:
-            RuntimeError: If this process already takes part in RPC, or if a worker ends or does not appear in time.
+            RuntimeError: If this process is already part of an RPC session, or if a worker ends or does not appear in
+                time.
         """
         refuse_other_rpc()
         self._directory = tempfile.mkdtemp(prefix="relay-")
@@ -81,13 +82,13 @@ class Workers:
         return session
 
     def process(self, rank: int) -> str:
-        """A worker's process in words."""
+        """Describe a worker's process."""
         return f"process {self._processes[rank].pid} on {socket.gethostname()}"
 
     def ended(self, rank: int, *, wait_seconds: float = 0.0) -> str | None:
-        """How a worker's process ended, and in what, in words; ``None`` if it still runs.
+        """Describe how a worker's process ended, and its last activity; ``None`` if it still runs.
 
-        Its connections close a little before the process itself has gone, so this waits for a moment.
+        The connections of a process close shortly before it ends, so this may wait for ``wait_seconds``.
         """
         process = self._processes[rank]
         try:
@@ -97,16 +98,16 @@ class Workers:
         return f"{end_of(process)} {self.doing(rank)}"
 
     def doing(self, rank: int) -> str:
-        """What a worker does or did last, in words."""
+        """Describe the current or most recent activity of a worker."""
         assert self._session is not None
         return noted(self._session.note(rank))
 
     def kill(self, rank: int) -> None:
-        """Ends a worker's process at once."""
+        """Kill a worker's process."""
         self._processes[rank].kill()
 
     def stop(self, *, grace_seconds: float) -> None:
-        """Ends the session: waits for the workers to end by themselves, then kills them. Safe at any time."""
+        """End the session: wait for the workers to end, then kill the remaining ones. Can be called at any time."""
         try:
             if self._joined:
                 leave_rpc()
@@ -122,7 +123,7 @@ class Workers:
                 self._directory = ""
 
     def _spawn(self, session: Session, rank: int, deadline: float) -> Process:
-        """Starts a worker: a fork of a fork server where there is one, else a new interpreter."""
+        """Start a worker: a fork of a fork server if there is one, otherwise a new interpreter."""
         environment = environment_of_worker(session.paths, threads=session.threads)
         arguments = [rank, session.driver_pid, self._directory]
         command = [sys.executable, "-m", "strategies.pipeline", "worker", *map(str, arguments)]
@@ -143,18 +144,18 @@ class Workers:
             except TimeoutError:
                 OwnForkServer.discard()
                 raise self._late(range(rank, self._count)) from None
-            except OSError:  # the server has ended or cannot fork: a new interpreter tells why, where it ends as well
+            except OSError:  # the server has ended or cannot fork; if a new interpreter also fails, it reports why
                 OwnForkServer.discard_if_ended()
         return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE)
 
     def _check(self) -> None:
-        """Raises if a worker has ended while the others wait for it; ends those as well, for which others may wait."""
+        """If a worker has ended while other processes wait for it, end all workers and raise an error."""
         for rank in range(self._count):
             if (how := self.ended(rank)) is not None:
                 for process in self._processes:
                     process.kill()
                 was_killed = (self._processes[rank].poll() or 0) < 0
-                kind = WorkerLost if was_killed else RuntimeError  # what ends by itself would do so again
+                kind = WorkerLost if was_killed else RuntimeError  # a worker that ended by itself would do so again
                 raise kind(f"{self._stages[rank]}, {self.process(rank)}, {how}; see its output above")
 
     def _wait_until_ready(self, deadline: float) -> None:
@@ -176,12 +177,12 @@ class Workers:
 
 
 def fork_server(threads: int) -> ForkServer | None:
-    """Returns the fork server of this process's workers; ``None`` if there is none.
+    """Return the fork server for this process's workers; ``None`` if the system does not support it.
 
-    Starts it if there is none yet: it imports torch while this process goes on.
+    Starts the server if necessary. It imports torch while this process continues.
 
     Args:
-        threads: Number of threads that each worker computes with.
+        threads: Number of threads with which each worker computes.
     """
     environment = environment_of_worker(_paths(), threads=threads)
     return server_for(WORKER_MODULES, WORKER_MODULES_LATER, environment, _paths())
@@ -194,30 +195,30 @@ def _paths() -> list[str]:
 def environment_of_worker(
     paths: Sequence[str], *, threads: int | None = None, base: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """The environment variables of a worker.
+    """Return the environment variables of a worker.
 
     Args:
         paths: The worker's ``sys.path``.
-        threads: Number of threads that it computes with, if that is known.
-        base: What the worker needs is added to these: by default those of this process.
+        threads: Number of threads with which the worker computes, if known.
+        base: The variables to which the worker's variables are added; by default those of this process.
     """
     return {
         **base,
         **({} if threads is None else {"OMP_NUM_THREADS": str(threads)}),
         "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in paths),
         **variables_of_worker(base),
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # the end of a session is no warning
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # hides warnings about the normal end of a session
     }
 
 
 def share_of_threads(processes: int) -> int:
-    """How many threads each of ``processes`` processes on this machine should compute with.
+    """Return the number of threads with which each of ``processes`` processes on this machine should compute.
 
-    Never more than this process uses now, so that a limit set by the user holds.
+    It never exceeds the number of threads of this process, so that the user's limit applies.
     """
     return min(torch.get_num_threads(), max(1, num_cores() // processes))
 
 
 def num_cores() -> int:
-    """How many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

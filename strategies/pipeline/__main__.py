@@ -1,7 +1,7 @@
-"""A worker's process: ``python -m strategies.pipeline worker RANK DRIVER_PID DIRECTORY``, or a fork of a fork server.
+"""A worker process: ``python -m strategies.pipeline worker RANK DRIVER_PID DIRECTORY``, or a fork of a fork server.
 
-The worker ends with its driver from the first moment on: importing torch takes a second, or many on a loaded machine,
-and joining the session waits in C++.
+The worker watches its driver from the start, before it imports torch and joins the session, so that it ends whenever
+the driver ends. The import takes a second or more, and joining the session waits in C++.
 """
 
 import shutil
@@ -13,24 +13,24 @@ from strategies.launch.supervision import Watchdog, wait_for_end
 
 
 def main(rank: int, driver_pid: int, directory: str) -> None:
-    """Joins a session and serves it until the driver closes this process's standard input or ends.
+    """Join a session and serve it until the driver closes this process's standard input or ends.
 
     Args:
         rank: The rank of this process.
         driver_pid: The process id of the driver.
         directory: The directory of the session.
     """
-    # A signal to the whole process group (Ctrl-C, timeout, a scheduler) is the driver's affair: it may still need its
-    # workers, to save a checkpoint, and ends them itself.
+    # Only the driver handles a signal to the whole process group (Ctrl-C, timeout, a scheduler). It may still need its
+    # workers to save a checkpoint, and it ends them itself.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
 
     def has_ended() -> bool:
-        # A process that the driver has forked (a data loader's) may hold the pipe open after the driver's death.
+        # A process that the driver forked (of a data loader) may hold the pipe open after the driver has ended.
         wait_for_end(driver_pid, or_readable=sys.stdin.fileno())
         return True
 
-    # If the driver was killed, no other process removes the session's directory. A driver that lives does the same.
+    # If the driver was killed, no other process removes the session's directory. Otherwise the driver removes it, too.
     remove = partial(shutil.rmtree, directory, ignore_errors=True)
     watchdog = Watchdog("relay-driver-watch", has_ended, status=0, clean_up=remove)
     watchdog.start()

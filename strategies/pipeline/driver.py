@@ -1,11 +1,11 @@
-"""The driver of a pipeline: it starts the workers, ships their stages, and keeps the last stage.
+"""The driver of a pipeline starts the workers, sends each its stage, and keeps the last stage.
 
     input ──▶ worker: stage 0 ──▶ worker: stage 1 ──▶ driver: last stage ──▶ output
 
-Under some schedules each stage has several chunks of layers, and the values pass all stages several times.
+Under some schedules each stage has several chunks of layers, and values pass through all stages several times.
 
-Between :meth:`Pipeline.start` and :meth:`Pipeline.close`, calling the ``nn.Sequential`` runs the pipeline. For an
-``nn.ModuleList``, the call of its last block does (:mod:`strategies.pipeline.partition.blocks`).
+Between :meth:`Pipeline.start` and :meth:`Pipeline.close`, a call of the ``nn.Sequential`` runs the pipeline. For an
+``nn.ModuleList``, the call of its last block runs it (:mod:`strategies.pipeline.partition.blocks`).
 """
 
 import time
@@ -84,16 +84,16 @@ from strategies.pipeline.worker.process import abort_transfers, host
 from strategies.pipeline.worker.setup import StageSetup
 
 _END_SECONDS = 5.0
-"""How long a worker may take to end by itself."""
+"""How long a worker may take to end before it is killed."""
 
 
 @dataclass(frozen=True)
 class ModelCopy:
-    """A copy of the model whose layers are to live where those of the model do, such as an average of its weights.
+    """A copy of the model whose layers are placed like the model's layers, such as an average of its weights.
 
     Attributes:
         model: The copy.
-        module: Its pipelined module.
+        module: The pipelined module of the copy.
     """
 
     model: nn.Module
@@ -102,30 +102,30 @@ class ModelCopy:
 
 @dataclass(frozen=True)
 class _Running:
-    """A pipeline between start and end."""
+    """The state of a pipeline between :meth:`Pipeline.start` and :meth:`Pipeline.close`."""
 
     executor: Executor
     fill_drain: FillDrain
     per_microbatch: PerMicrobatch | None
-    """``None`` if the schedule runs whole batches only."""
+    """``None`` if the schedule only runs whole batches."""
     state: StateOfStages
     copies: list[StateOfStages]
     """The state of each copy of the model."""
     holders: list[Holder]
     ending: ExitStack
-    """Ends the pipeline, last started first."""
+    """Ends the pipeline, in the reverse order of its start."""
 
 
 @dataclass(frozen=True)
 class _Workers:
-    """The workers of a pipeline, connected."""
+    """The connected workers of a pipeline."""
 
     transport: Transport | None = None
     remotes: Sequence[RemoteStage] = ()
     wait: Wait = wait_here
     group: ProcessGroup | None = None
     unpacked: Sequence[Future[int]] = ()
-    """For each worker, the answer to a first command, which it runs when it has its stage."""
+    """For each worker, the result of its first command, which it runs when it has its stage."""
 
 
 def _stage_process(processes: Workers | Ranks, i: int) -> StageProcess:
@@ -138,15 +138,15 @@ def _stage_process(processes: Workers | Ranks, i: int) -> StageProcess:
 
 
 class BatchRecording:
-    """A recording of what every process of a pipeline does in one batch, until it is stopped.
+    """A recording of the actions of every process of a pipeline in one batch, until it is stopped.
 
     Args:
         pipeline: The pipeline.
         batch: The number of the batch.
 
     Attributes:
-        begin: When the processes that record began to: later than the recording if layers have moved since.
-        balance: The balance of the pipeline then.
+        begin: When the current processes began to record. Later than the start of the recording if layers have moved.
+        balance: The balance of the pipeline at that time.
     """
 
     def __init__(self, pipeline: "Pipeline", batch: int) -> None:
@@ -157,65 +157,65 @@ class BatchRecording:
         self._is_lost = False
 
     def begin_again(self) -> None:
-        """Go on with new processes, because those that have recorded so far have ended."""
+        """Continue the recording with new processes, because the previous processes have ended."""
         self.begin, self.balance = time.perf_counter(), self._pipeline.balance
 
     @property
     def is_over(self) -> bool:
-        """Whether it has been stopped."""
+        """Whether the recording has been stopped."""
         return self._answers is not None
 
     @property
     def is_taken(self) -> bool:
-        """Whether the records are here, or lost."""
+        """Whether the records have been received or lost."""
         return self._is_lost or self._records is not None
 
     def stop(self) -> None:
-        """Stop recording, without waiting for the workers, which may still be busy; once or more often."""
+        """Stop recording. Does not wait for the workers, which may still be busy. Can be called several times."""
         if self._answers is None:
             self._answers = self._pipeline.stop_recording()
 
     def take(self) -> list[Recorded] | None:
-        """Wait for the records of a recording that is over.
+        """Wait for the records of a stopped recording.
 
         Returns:
-            The records of each process, the driver's last; ``None`` if a worker was lost that had some of them.
+            The records of each process, with the driver's last; ``None`` if a worker was lost with its records.
         """
         assert self._answers is not None
         if self._records is None and not self._is_lost:
             records = self._answers()
-            if not self._is_lost:  # by now
+            if not self._is_lost:  # it may have become lost above
                 self._records = records
         return self._records
 
     def lose(self) -> None:
-        """The workers have ended: their records are lost, unless they have been taken."""
+        """Mark the records as lost if they have not been taken, because the workers have ended."""
         if self._records is None:
             self._is_lost = True
             self._answers = lambda: []
 
 
 class Pipeline(NotCopyable):
-    """Runs layers over several processes, the last stage in this one.
+    """Runs layers over several processes, with the last stage in this process.
 
     Args:
         module: The layers: an ``nn.Sequential``, or an ``nn.ModuleList`` whose blocks the model calls itself.
         balance: Number of layers of each chunk.
-        devices: Device of each stage; the last one is this process's.
+        devices: Device of each stage. The last one is the device of this process.
         settings: How to run.
-        optimizers: Optimizers over parameters of ``module`` (and of others, which stay here).
-        model: The model that ``module`` is part of; a layer that refers to it cannot be shipped.
-        seeds: Source of the layers' random numbers; by default the process's own generator.
+        optimizers: Optimizers of parameters of ``module``. They may have further parameters, which stay here.
+        model: The model that contains ``module``. A layer that refers to the model cannot be sent to a worker.
+        seeds: Source of the layers' seeds; by default the global generator of this process.
         replicas: The other pipelines, if there are several.
-        world: The ranks of this run, if a launcher such as torchrun has started the processes.
-        copies: Copies of ``model`` to which operations on all stages apply. They cannot be called while the pipeline
-            runs.
+        world: The ranks of this run, if a launcher such as torchrun started the processes.
+        copies: Copies of ``model`` to which operations on all stages also apply. They cannot be called while the
+            pipeline runs.
         skips_infinite_steps: Whether a gradient scaler looks for infinite gradients; see
             :class:`~strategies.pipeline.optim.optimizers.PipelineOptimizers`.
         is_reversed: Whether the model calls the blocks of an ``nn.ModuleList`` from the last to the first.
         path: Dotted path of ``module`` in ``model``, for messages.
-        construction: What knows how to build tensors of ``module`` that have no values yet.
-        gathers_on_end: Whether :meth:`close` brings back what the workers hold.
+        construction: Computes the values of tensors of ``module`` that have no values yet.
+        gathers_on_end: Whether :meth:`close` returns the layers of the workers to this process.
         recovery: Whether lost workers are replaced and steps verified; ``None``: neither.
         together: Connects to the store through which the drivers of all replicas agree on replacements.
 
@@ -257,7 +257,7 @@ class Pipeline(NotCopyable):
         self.programs = settings.programs(len(devices), ordered=self._plane != GLOO)
         self._model, self._given_copies = model, copies
         self.stages: list[StageLayers] = []
-        """The layers of each stage: one list, whose items change if layers move to other stages."""
+        """The layers of each stage. The list stays the same object; its items change if layers move between stages."""
         self._divide(balance)
         self.optimizers = PipelineOptimizers(
             optimizers,
@@ -266,7 +266,7 @@ class Pipeline(NotCopyable):
             skips_infinite_steps=skips_infinite_steps,
         )
         self.failures = Failures()
-        """What has gone wrong on any process since the last start."""
+        """The failures of all processes since the last start."""
         self._devices, self.settings = devices, settings
         self._seeds, self._replicas, self._world = seeds or Seeds.ahead_of_the_process(), replicas, world
         self._construction = construction
@@ -278,7 +278,7 @@ class Pipeline(NotCopyable):
         self._gathers_on_end = gathers_on_end
         self._running: _Running | None = None
         self._workers: Workers | Ranks | None = None
-        """The processes of the present session."""
+        """The processes of the current session."""
         self._recovery_settings, self._together = recovery, together
         self._recovery: Recovery | None = None
         if recovery is not None:
@@ -299,7 +299,7 @@ class Pipeline(NotCopyable):
         """Divide the layers of the model and of its copies into stages.
 
         Raises:
-            ValueError: If chunks would share what they cannot share.
+            ValueError: If chunks share modules or tensors that they cannot share.
         """
         module, model = self.module, self._model
         divided = partial(cut, balance=balance, stage_of=self.programs.rank_of, is_reversed=self._is_reversed)
@@ -312,7 +312,7 @@ class Pipeline(NotCopyable):
     # The pipeline while it runs
 
     def _forward(self, input: Any) -> Any:
-        """The module's forward function while the pipeline runs."""
+        """Run the pipeline. Replaces the module's ``forward`` while the pipeline runs."""
         if not self._bypass.has_run:
             self._bypass.note_call()
         steps = self._running.per_microbatch.steps if self._running and self._running.per_microbatch else None
@@ -321,7 +321,7 @@ class Pipeline(NotCopyable):
         return self._usable().fill_drain(input)
 
     def _run_blocks(self, value: Value, find_rows: FindRows) -> Any:
-        """Run recorded calls of blocks: those of one micro-batch, or those of a batch, which is split if possible."""
+        """Run the recorded block calls of one micro-batch, or those of a whole batch, which is split if possible."""
         if not self._bypass.has_run:
             self._bypass.note_call()
         running = self._usable()
@@ -342,16 +342,16 @@ class Pipeline(NotCopyable):
     def step(
         self, repeat: Callable[..., Any] | None = None, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Iterator[None]:
-        """Within this runs a step of training or evaluation.
+        """Context for a step of training or evaluation.
 
         Args:
-            repeat: Runs the code of the step once more with fewer rows, to find out which values have rows; ``None`` if
-                that is not needed or not possible. See :meth:`DeferredBlocks.step`.
+            repeat: Runs the code of the step again with fewer rows, to find out which values have rows; ``None`` if
+                this is not needed or not possible. See :meth:`DeferredBlocks.step`.
             args: The positional arguments of the step.
-            kwargs: Its keyword arguments.
+            kwargs: The keyword arguments of the step.
 
         Raises:
-            RuntimeError: If no step so far has called the layers, but this one has computed with their weights here.
+            RuntimeError: If no step so far has called the layers, but this step computed with their weights here.
         """
         with nullcontext() if self._bypass.has_run else self._bypass.watching():
             if self._blocks is None or repeat is None:
@@ -362,7 +362,7 @@ class Pipeline(NotCopyable):
 
     @contextmanager
     def calls_in_this_process(self) -> Iterator[None]:
-        """Within this, blocks of an ``nn.ModuleList`` that are here run when the model calls them."""
+        """Context in which the blocks of an ``nn.ModuleList`` in this process run when the model calls them."""
         if self._blocks is not None:
             self._blocks.end()
         try:
@@ -388,12 +388,12 @@ class Pipeline(NotCopyable):
         return per_microbatch.run(codes, weights, context, scale, shares)
 
     def _usable(self) -> _Running:
-        """Return the running pipeline; after an error that the user has caught, a new one with the same state.
+        """Return the running pipeline. After an error that the user caught, start a new one with the same state.
 
         Raises:
             RuntimeError: If the pipeline has ended.
-            Exception: That error once more, if a worker has died and its layers with it, or if there are other
-                replicas, which have not failed.
+            Exception: The same error again, if the layers of a dead worker are lost, or if there are other replicas,
+                which have not failed.
         """
         running = self._running
         if running is None:
@@ -415,24 +415,24 @@ class Pipeline(NotCopyable):
         return self._devices[-1]
 
     def kinds_of_layers(self) -> list[Hashable]:
-        """Return what each layer is, in the order in which the pipeline runs them."""
+        """Return the kind of each layer (see ``kinds_of``), in the order in which the pipeline runs the layers."""
         places = (place for stage in self.stages for span in stage.spans for place in span)
         layers = (layer for stage in self.stages for layer in stage)
         return kinds_of([layer for _, layer in sorted(zip(places, layers, strict=True), key=itemgetter(0))])
 
     @property
     def remotes(self) -> Sequence[RemoteStage]:
-        """The stages on workers; none if the pipeline does not run."""
+        """The stages on workers; empty if the pipeline does not run."""
         return self._running.executor.remotes if self._running is not None else ()
 
     @property
     def state(self) -> StateOfStages | None:
-        """What gathers and loads the state of all stages; ``None`` if the pipeline does not run."""
+        """The object that gathers and loads the state of all stages; ``None`` if the pipeline does not run."""
         return self._running.state if self._running is not None else None
 
     @contextmanager
     def reading_late(self) -> Iterator[None]:
-        """Within this, values of other stages in state dicts of the model and its copies are fetched when read."""
+        """Context in which state dicts of the model and its copies fetch values of remote stages when they are read."""
         with ExitStack() as late:
             for state in [self._running.state, *self._running.copies] if self._running is not None else ():
                 late.enter_context(state.reading_late())
@@ -440,19 +440,19 @@ class Pipeline(NotCopyable):
 
     @property
     def workers(self) -> Workers | Ranks | None:
-        """The processes of the other stages; ``None`` if there are none."""
+        """The processes of the remote stages; ``None`` if there are none."""
         return self._workers if self._running is not None else None
 
     @property
     def num_updates(self) -> int:
-        """How often parameters or buffers on workers may have been changed by optimizers or by user code."""
+        """How often optimizers or user code may have changed parameters or buffers on workers."""
         return self.optimizers.num_steps + sum(h.num_writes for h in self._running.holders) if self._running else 0
 
     def average_grads(self, share: float | None = None) -> None:
         """Average the gradients of every stage over the replicas, if there are several.
 
         Args:
-            share: The share of this replica in the mean; by default the same as that of the others.
+            share: The weight of this replica in the mean; by default all replicas have the same weight.
         """
         if self._running is not None:
             self._running.executor.average_gradients(share)
@@ -462,9 +462,9 @@ class Pipeline(NotCopyable):
             self._running.executor.complete_gradients()
 
     def start_recording(self, batch: int) -> "BatchRecording":
-        """Record from now on what every process does in a batch, until the recording is stopped.
+        """Start to record the actions of every process in a batch, until the recording is stopped.
 
-        If somebody else records this batch already, this is the same recording. That of another batch is stopped.
+        Returns the current recording if it is of the same batch. Stops the recording of another batch.
 
         Args:
             batch: The number of the batch over all epochs.
@@ -486,10 +486,10 @@ class Pipeline(NotCopyable):
             remote.send(StageCommands.start_recording)
 
     def stop_recording(self) -> Callable[[], list[Recorded]]:
-        """Stop recording; called by the recording.
+        """Stop recording. :class:`BatchRecording` calls this.
 
         Returns:
-            A function that waits for the records and returns those of each process, the driver's last.
+            A function that waits for the records and returns those of each process, with the driver's last.
         """
         assert self._running is not None
         stage = self._running.executor.stage
@@ -499,23 +499,23 @@ class Pipeline(NotCopyable):
         return lambda: [*(answer.wait() for answer in answers), own]
 
     def wait(self) -> None:
-        """Wait until every stage has done what it was told. Passes and optimizer steps do not wait for all stages."""
+        """Wait until every stage has run its commands. Passes and optimizer steps do not wait for all stages."""
         if self._running is not None:
             self._running.executor.wait()
 
     def rebalance(self, balance: Sequence[int], check: Callable[[], None] = lambda: None) -> None:
-        """Move layers, with their optimizer states and gradients, so that chunks have other numbers of them.
+        """Move layers between stages, with their optimizer states and gradients.
 
-        The workers end, as in :meth:`close`, and new ones start. For a moment, this process holds the whole model.
+        The workers end, as in :meth:`close`, and new workers start. In between, this process holds the whole model.
 
         Args:
             balance: Number of layers of each chunk.
-            check: Called when the layers have been divided and all of them are in this process; may raise a
+            check: Called when the layers have been divided and all of them are in this process. May raise a
                 ``ValueError``.
 
         Raises:
-            ValueError: If the layers cannot be divided in this way; the pipeline runs on with its balance.
-            RuntimeError: If a step is under way.
+            ValueError: If the layers cannot be divided in this way. The pipeline then keeps its balance.
+            RuntimeError: If a step is in progress.
         """
         running, before = self._usable(), self.balance
         self.verify()
@@ -524,11 +524,11 @@ class Pipeline(NotCopyable):
             kept = [answer.wait() for answer in [remote.ask(StageCommands.num_kept) for remote in remotes]]
         if any(kept) or running.executor.stage.num_kept:
             raise RuntimeError(
-                "layers can move between steps only, but a batch is on its way through the pipeline: call rebalance "
-                "in a hook such as on_train_batch_end or on_train_epoch_end"
+                "layers can move between steps only, but a step is in progress: call rebalance in a hook such as "
+                "on_train_batch_end or on_train_epoch_end"
             )
         for recording in self._recordings:
-            if recorder is not None and recorder.has_records:  # of a batch that has run
+            if recorder is not None and recorder.has_records:  # the records of a batch that has run
                 recording.stop()
             if recording.is_over:
                 recording.take()
@@ -550,11 +550,11 @@ class Pipeline(NotCopyable):
 
     @property
     def recovery_bytes(self) -> int:
-        """Bytes of memory on all processes that serve to replace lost workers."""
+        """The memory of all processes that is used to replace lost workers, in bytes."""
         return self._recovery.size_bytes if self._recovery is not None else 0
 
     def _recovering(self, workers: _Workers, session: ExitStack, threads: int, ending: ExitStack) -> Recovery | None:
-        """Create what replaces lost workers; return ``None`` if lost workers end the run."""
+        """Return the object that replaces lost workers; ``None`` if a lost worker ends the run."""
         if self._recovery_settings is None or not workers.remotes:
             return None
         if isinstance(self._workers, Ranks) and self._recovery_settings.max_restarts:
@@ -585,7 +585,7 @@ class Pipeline(NotCopyable):
         return recovery
 
     def _between_passes(self) -> None:
-        """Take a snapshot if it is due; the executor calls this between two passes."""
+        """Take a snapshot if it is due. The executor calls this between two passes."""
         if self._recovery is not None:
             self._recovery.between_passes(self.optimizers.num_steps)
 
@@ -603,11 +603,11 @@ class Pipeline(NotCopyable):
     # Start
 
     def start(self) -> None:
-        """Start the workers, ship their stages, and take over the module's forward function.
+        """Start the workers, send each its stage, and replace the module's ``forward``.
 
         Raises:
-            ValueError: If a layer cannot be shipped, or an optimizer cannot be divided over the stages; no process has
-                been started then.
+            ValueError: If a layer cannot be sent to a worker, or an optimizer cannot be divided over the stages. No
+                process has been started at that point.
             RuntimeError: If a worker cannot be started.
         """
         owned = [owned_parameters(i, stage, self._ties) for i, stage in enumerate(self.stages[:-1])]
@@ -625,11 +625,11 @@ class Pipeline(NotCopyable):
                 self._running = self._start(parcels, numbers, holders, ending)
             except BaseException:
                 for i, holder in enumerate(holders):
-                    with suppress(Exception):  # of any kind: the first error is raised, and this worker has failed too
+                    with suppress(Exception):  # of any kind: the first error is raised; this worker has also failed
                         bring_back(holder.stage, self._parts(i), self.optimizers, mirror=None, with_grads=True)
                 raise
         for recording in self._recordings:
-            if not recording.is_over:  # the workers before these have been recorded
+            if not recording.is_over:  # it recorded the previous workers
                 self._record()
                 recording.begin_again()
 
@@ -639,16 +639,16 @@ class Pipeline(NotCopyable):
             warnings.warn(
                 f"{len(held)} large tensors that were made in configure_model or init_module, such as one of shape "
                 f"{list(held[0].shape)}, are held by objects of the driver that are not modules, lists, tuples or "
-                "dicts. They have no values. Register them as buffers of a module, or make them before.",
+                "dicts. They have no values. Register them as buffers of a module, or make them earlier.",
                 stacklevel=2,
             )
 
     def _start(
         self, parcels: Sequence[Parcel], numbers: list[list[list[int]]], holders: list[Holder], ending: ExitStack
     ) -> _Running:
-        """Start everything; what has been started is ended by ``ending`` if an error occurs.
+        """Start everything. If an error occurs, ``ending`` ends what has been started.
 
-        ``holders`` gets an entry for each stage whose layers have left this process.
+        Adds an entry to ``holders`` for each stage whose layers have left this process.
         """
         ending.callback(torch.set_num_threads, torch.get_num_threads())
         num_local = len(self.stages) * (self._replicas.count if self._replicas else 1)
@@ -656,7 +656,7 @@ class Pipeline(NotCopyable):
         torch.set_num_threads(threads)
         keep_freed_memory()
         closing = ending.enter_context(ExitStack())  # closes the clients of stages, after the session has ended
-        outliving = ending.enter_context(ExitStack())  # closed when no worker runs any more
+        outliving = ending.enter_context(ExitStack())  # closed when all workers have ended
         session = ending.enter_context(ExitStack())
 
         def client(i: int, name: str, hosted: Any, process: StageProcess) -> RemoteStage:
@@ -752,7 +752,7 @@ class Pipeline(NotCopyable):
         )
 
     def _move_to_worker(self, i: int, remote: RemoteStage) -> Holder:
-        """Replace the tensors of a stage, which its worker has, by stand-ins."""
+        """Replace the tensors of a stage, which are now on its worker, with stand-ins."""
         holder, last = Holder(remote), len(self.stages) - 1
         for number, (model, module, stages, optimizers) in enumerate(self._all()):
             named = dict(module.named_parameters(remove_duplicate=False))
@@ -762,11 +762,11 @@ class Pipeline(NotCopyable):
         return holder
 
     def _parts(self, i: int) -> list[PartOfModule]:
-        """What this process has of stage ``i``."""
+        """The parts of stage ``i`` in this process, for the model and each of its copies."""
         return [PartOfModule(stages[i], model, optimizers) for model, _, stages, optimizers in self._all()]
 
     def _join_replicas(self, replicas: Replicas, ending: ExitStack) -> Averaging:
-        """Meet the drivers of the other replicas, until the run ends."""
+        """Connect to the drivers of the other replicas, until the run ends."""
         with self.failures.explained():
             group = replicas.join(len(self.stages) - 1, self.failures.raise_untold)
         wait = InterruptibleWait(self.failures, outlives_session=True)
@@ -776,19 +776,19 @@ class Pipeline(NotCopyable):
         return averaging
 
     def _all(self) -> list[tuple[nn.Module, nn.Module, list[StageLayers], Sequence[Optimizer]]]:
-        """The model and its copies: each with its pipelined module, the stages of that, and its optimizers."""
+        """The model and its copies, each with its pipelined module, the stages of this module, and its optimizers."""
         own = self._model or self.module, self.module, self.stages, self.optimizers.optimizers
         return [own, *((copy.model, copy.module, stages, ()) for copy, stages in self._copies)]
 
     def parameters_here(self) -> list[nn.Parameter]:
-        """Every parameter with its values in this process, also those that only an optimizer knows."""
+        """Every parameter whose values are in this process, including parameters that only an optimizer refers to."""
         groups = [group["params"] for optimizer in self.optimizers.optimizers for group in optimizer.param_groups]
         known = {id(p): p for p in chain((self._model or self.module).parameters(), *groups)}
-        with without_torch_function():  # of stand-ins: this is asked in each step
+        with without_torch_function():  # faster for stand-ins, because each step calls this
             return [p for p in known.values() if not p.is_meta]
 
     def _buffers_here(self) -> list[Tensor]:
-        """Every buffer with its values in this process."""
+        """Every buffer whose values are in this process."""
         return [buffer for buffer in (self._model or self.module).buffers() if not buffer.is_meta]
 
     def _packed(self, i: int, owned: Sequence[nn.Parameter]) -> Parcel:
@@ -819,13 +819,13 @@ class Pipeline(NotCopyable):
         client: Callable[[int, str, Any, StageProcess], RemoteStage],
         taken: Callable[[int, RemoteStage], None] = lambda i, remote: None,
     ) -> _Workers:
-        """Start a worker for each stage but the last, which takes its state from an origin, and connect everything.
+        """Start a worker for each stage but the last, place the stage's state on it, and connect all processes.
 
         Args:
-            origins: Where the state of each of these stages is.
-            threads: Number of threads that each process computes with.
+            origins: The origin of the state of each of these stages.
+            threads: Number of threads with which each process computes.
             session: Ends what has been started.
-            client: Returns the client of a stage, given its number and the RPC name, the host and the process of its
+            client: Returns the client of a stage, given its number, and the RPC name, the host and the process of its
                 worker.
             taken: Called with the number and the client of a stage when its worker has the state.
         """
@@ -847,7 +847,7 @@ class Pipeline(NotCopyable):
         session: ExitStack,
         client: Callable[[int, str, Any, StageProcess], RemoteStage],
     ) -> _Workers:
-        """Start the workers, which begin to take their states, and connect the data plane; see :meth:`_open`."""
+        """Start the workers, which begin to load their states, and connect the data plane; see :meth:`_open`."""
         stages = [describe(i, layers) for i, layers in enumerate(self.stages[:-1])]
         processes = self._workers = Workers(stages) if self._world is None else Ranks(self._world)
         started = False
@@ -859,7 +859,7 @@ class Pipeline(NotCopyable):
             name, process = own.name(i), _stage_process(processes, i)
             try:
                 hosted = rpc.remote(name, host, args=(self._setup(i), origin.carrier(), own), timeout=0)
-            except RuntimeError as error:  # RPC may know before all is connected that a process has ended
+            except RuntimeError as error:  # RPC may detect that a process has ended before all are connected
                 raise cause_of(error, stage, process) from error
             clients.append(client(i, name, hosted, process))
         watch = Watch(clients, own.timeout_seconds)
@@ -885,23 +885,23 @@ class Pipeline(NotCopyable):
     # End
 
     def close(self, *, gather: bool = True, is_failing: bool = False) -> None:
-        """End the workers; safe at any stage of set-up, and twice.
+        """End the workers. Can be called at any point of the set-up, and several times.
 
         The layers of a worker that has died or hangs are lost: they stay on the ``meta`` device.
 
         Args:
-            gather: Wait for the workers, and make the module whole again if ``gathers_on_end`` is set. Otherwise what
-                the workers hold is lost.
-            is_failing: Whether the run ends with an error. Otherwise other replicas may need the workers of this one
-                until they have gathered, too.
+            gather: Wait for the workers, and make the module whole again if ``gathers_on_end`` is set. Otherwise the
+                layers of the workers are lost.
+            is_failing: Whether the run ends with an error. If it does not, other replicas may need the workers of this
+                pipeline until they have gathered their own layers.
 
         Raises:
-            Exception: With ``gather``: what went wrong on a worker and has not been raised before, such as in the last
-                step; or, if something was lost, why.
+            Exception: With ``gather``, an error of a worker that has not been raised before, such as in the last step;
+                or, if layers are lost, the reason.
         """
         try:
             if self._running is not None and gather:
-                with self.failures.explained():  # what is lost follows from the failure
+                with self.failures.explained():  # report the failure that caused the loss
                     if not is_failing:
                         self.verify()
                     if self._gathers_on_end:
@@ -918,7 +918,7 @@ class Pipeline(NotCopyable):
             self.failures.raise_untold()
 
     def _gather(self, running: _Running, *, with_grads: bool = False) -> None:
-        """Bring back what the workers hold, from as many of them as can still send it."""
+        """Return the layers of the workers to this process, for each worker that can still send them."""
         executor = running.executor
         executor.side_outputs.end()
         lost: Exception | None = None
@@ -931,7 +931,7 @@ class Pipeline(NotCopyable):
             raise lost
 
     def _leave(self, running: _Running) -> None:
-        """Wait for the workers, but leave what they hold; reading it raises an error from now on."""
+        """Wait for the workers, but do not fetch their layers. From now on, reading these layers raises an error."""
         running.executor.side_outputs.end()
         self.wait()
         for remote in running.executor.remotes:
@@ -943,19 +943,22 @@ class Pipeline(NotCopyable):
 def _renewed(
     remotes: Sequence[RemoteStage], failures: Failures, i: int, name: str, hosted: Any, process: StageProcess
 ) -> RemoteStage:
-    """Return the client of a stage that another process has taken over."""
+    """Return the client of a stage that now runs in another process."""
     remotes[i].renew(name, hosted, process, failures)
     return remotes[i]
 
 
 def _abort(transport: "ref[Transport]", _: Any) -> None:
-    """End waits for devices after a failure. The failures outlive the transport, which keeps a port open."""
+    """End waits for devices after a failure.
+
+    The weak reference lets the transport, which holds an open port, be freed before the failures.
+    """
     if (known := transport()) is not None:
         known.abort()
 
 
 def _abort_on_workers(remotes: Sequence["ref[RemoteStage]"], _: Any) -> None:
-    """After a failure, end the waits of workers for devices: a waiting worker may learn of it in no other way."""
+    """End the workers' waits for devices after a failure. A waiting worker may not detect the failure otherwise."""
     for known in remotes:
         remote = known()
         if remote is not None and not remote.has_closed:
@@ -965,19 +968,19 @@ def _abort_on_workers(remotes: Sequence["ref[RemoteStage]"], _: Any) -> None:
 
 @contextmanager
 def _copy_on_stages(module: nn.Module, elsewhere: Sequence[nn.Sequential]) -> Iterator[None]:
-    """Within this, a copy of the model of which some stages live on workers can be moved, but not called."""
+    """Context in which a copy of the model with some stages on workers can be moved, but not called."""
 
     def forward(*args: Any) -> NoReturn:
         raise RuntimeError(
             "this copy of the model, such as the average of its weights, cannot be called while the pipeline runs: its "
-            "layers live on several processes, each beside the layer that it is a copy of. Call it after fit, or copy "
-            "its values into the model (parameter.data.copy_) and call the model."
+            "layers are on several processes, each beside its layer of the model. Call the copy after fit, or copy its "
+            "values into the model (parameter.data.copy_) and call the model."
         )
 
     names = [name for stage in elsewhere for name in stage._modules]
 
     def apply(function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        with without_layers(module, names):  # each stage has put its part onto its device
+        with without_layers(module, names):  # each stage has moved its part to its device
             return convert_tensors(module, function, recurse)
 
     own = {"forward": forward, **replacing_conversion(apply)}

@@ -1,6 +1,6 @@
-"""What the actions of a schedule cost on each layer, and what the driver's own part and a transfer cost.
+"""Measure the costs of the actions of a schedule for each layer, of the driver's part, and of a transfer.
 
-The measured times are those that :func:`~strategies.planning.search.search` takes.
+:func:`~strategies.planning.search.search` takes these costs.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ from strategies.planning.search import LayerCosts, ModelCosts
 from strategies.planning.simulator import DriverCosts
 
 ACTION_SECONDS = 500e-6
-"""What the engine itself takes for an action, about: one of layers that compute next to nothing takes 0.9 ms.
+"""Approximate time of the engine for an action: an action of layers with almost no computation takes 0.9 ms.
 
-Weight gradients, which wait for no message and send none, take next to nothing of it.
+Weight gradients take almost none of this time, because they neither receive nor send messages.
 """
 
 _FEWEST_PASSES = 5
 _TRANSFERS = 7
 _STEPS = 3
 _STEP_NUMBERS = 2**22
-"""A step is measured on so many numbers of a parameter at most, so that it takes little memory and time."""
+"""Maximum number of elements of a parameter on which a step is measured, to save memory and time."""
 
 
 class Layer(NamedTuple):
-    """The cost of a layer, the bytes that it sends if the next layer is in another process, and those that it holds."""
+    """The cost of a layer, the bytes that it sends if the next layer is in another process, and the bytes it holds."""
 
     costs: LayerCosts
     output_bytes: int
@@ -64,7 +64,7 @@ class Layer(NamedTuple):
 
 
 class DriverPart(NamedTuple):
-    """The cost of the driver's own part, what it holds all the time, what a micro-batch takes in it, and the step."""
+    """The driver's part: its cost, the bytes it always holds, the memory of a micro-batch, and the cost of a step."""
 
     costs: DriverCosts
     parameter_bytes: float
@@ -74,10 +74,10 @@ class DriverPart(NamedTuple):
 
 @dataclass(frozen=True)
 class _ByLayer(ABC):
-    """Measures layers and blocks alike.
+    """Measures layers and blocks in the same way.
 
     Attributes:
-        param_scale: How many times a trained parameter is held: itself, its gradient, and what the optimizer keeps.
+        param_scale: The number of copies of a trained parameter: itself, its gradient, and its optimizer states.
     """
 
     param_scale: float = field(default=4.0, kw_only=True)
@@ -91,7 +91,7 @@ class _ByLayer(ABC):
         return self._measured(block, value)
 
     def unmeasured(self, parameters: Iterable[Tensor]) -> DriverPart:
-        """Return what is counted for a driver's part that does not run."""
+        """Return the cost of a driver's part that does not run on the example."""
         return DriverPart(DriverCosts(), parameter_bytes(parameters, self.param_scale))
 
     @abstractmethod
@@ -101,12 +101,12 @@ class _ByLayer(ABC):
 
 @dataclass(frozen=True)
 class ByAction(_ByLayer):
-    """Measures the forward pass, the whole backward pass and its two parts, each the median of several; and bytes.
+    """Measures bytes, and the median times of the forward pass, the whole backward pass and its two parts.
 
     Attributes:
-        recomputed: The share of micro-batches whose forward pass is run again in the backward pass, which takes time.
-        budget_seconds: The time that the passes of a layer may take together, beyond warm-up and the first few.
-        with_steps: Measure a step of AdamW, too, which stands for that of an optimizer that is not made yet.
+        recomputed: The share of micro-batches whose forward pass runs again in the backward pass.
+        budget_seconds: Time limit for all passes of a layer, in addition to the warm-up and the first few passes.
+        with_steps: Also measure a step of AdamW, in place of the optimizer, which does not exist yet.
     """
 
     recomputed: float = 0.0
@@ -114,7 +114,7 @@ class ByAction(_ByLayer):
     with_steps: bool = field(default=False, kw_only=True)
 
     def driver(self, runs: Runs, parameters: Iterable[Tensor], example: Example) -> DriverPart:
-        """Return the cost of the driver's own part, each part of it the median of several runs."""
+        """Return the cost of the driver's part, each time the median of several runs."""
         held = [*parameters]
         devices = {tensor.device for tensor in [*tensors_in(example.value), *held]}
         runs.clock = lambda: now(devices)
@@ -124,13 +124,13 @@ class ByAction(_ByLayer):
         for _ in _repeated(self.budget_seconds):
             passes.append(_driver_pass(runs, example.value))
         before, after, before_backward = (statistics.median(column) for column in zip(*passes, strict=True))
-        kept, _ = activation_bytes(runs, example.value, runs.recorded)  # what is kept before the call is a small part
+        kept, _ = activation_bytes(runs, example.value, runs.recorded)  # includes the small part kept before the call
         costs = DriverCosts(before, after, before_backward, after_bytes=float(kept))
         peak = _driver_peak(runs, example.value)
         return DriverPart(costs, parameter_bytes(held, self.param_scale), peak, self._step(held))
 
     def unmeasured(self, parameters: Iterable[Tensor]) -> DriverPart:
-        """Return what is counted for a driver's part that does not run."""
+        """Return the cost of a driver's part that does not run on the example."""
         held = [*parameters]
         return super().unmeasured(held)._replace(step_seconds=self._step(held))
 
@@ -149,7 +149,7 @@ class ByAction(_ByLayer):
             split.append(_split_pass(layer, value))
         forward, backward = (statistics.median(column) for column in zip(*whole, strict=True))
         input_grad, weight_grad, kept = (statistics.median(column) for column in zip(*split, strict=True))
-        if not kept:  # nothing was left for later
+        if not kept:  # no weight gradient was delayed
             input_grad, weight_grad = backward, 0.0
         activations, output = activation_bytes(layer, value)
         output_bytes = sum(storage_bytes(tensors_in(output)).values())
@@ -170,17 +170,17 @@ class ByAction(_ByLayer):
 
 @dataclass(frozen=True)
 class WithoutTimes(_ByLayer):
-    """Measures bytes only, so that nothing has to be computed: layers and example may be on the ``meta`` device."""
+    """Measures only bytes, without computation: layers and example may be on the ``meta`` device."""
 
     def driver(self, runs: Runs, parameters: Iterable[Tensor], example: Example) -> DriverPart:
-        """Return the cost of the driver's own part."""
+        """Return the cost of the driver's part."""
         kept, _ = activation_bytes(runs, example.value, runs.recorded)
-        _driver_pass(runs, example.value)  # which makes gradients
+        _driver_pass(runs, example.value)  # creates gradients
         peak = _driver_peak(runs, example.value)
         return DriverPart(DriverCosts(after_bytes=float(kept)), parameter_bytes(parameters, self.param_scale), peak)
 
     def _measured(self, layer: nn.Module, value: Any) -> tuple[Layer, Any]:
-        *_, kept = _split_pass(layer, value)  # which makes gradients
+        *_, kept = _split_pass(layer, value)  # creates gradients
         held, output = pass_bytes(layer, value)
         costs = LayerCosts(
             forward=0.0,
@@ -194,7 +194,7 @@ class WithoutTimes(_ByLayer):
 
 
 def model_costs(costs: Costs[Layer, DriverPart], *, in_reverse: bool = False) -> ModelCosts:
-    """Return measured costs as the search takes them, with the time of sending what the layers return on average.
+    """Return measured costs in the form for the search, with the time to send the average output of a layer.
 
     Args:
         costs: The costs.
@@ -227,7 +227,7 @@ def transfer_seconds(num_bytes: int) -> float:
             if rank == 1:
                 group.send([message], 0, 0).wait(timedelta(seconds=timeout_seconds))
             passes.append(time.perf_counter() - start)
-        return min(passes) / 2  # two threads that wait for each other: other work on the machine lengthens this most
+        return min(passes) / 2  # not the median, because other load delays two threads that wait for each other
 
     timeout_seconds = 60.0
     with tempfile.TemporaryDirectory(prefix="relay-") as folder, ThreadPoolExecutor(2) as executor:
@@ -236,7 +236,7 @@ def transfer_seconds(num_bytes: int) -> float:
 
 
 def _step_seconds(parameters: Iterable[Tensor]) -> float:
-    """Return the time of a step of AdamW over the parameters that are trained, from copies of a part of each."""
+    """Return the time of a step of AdamW over the trained parameters, measured on copies of a part of each."""
     trained = [parameter.detach() for parameter in parameters if parameter.requires_grad and parameter.numel()]
     if not trained:
         return 0.0
@@ -244,7 +244,7 @@ def _step_seconds(parameters: Iterable[Tensor]) -> float:
     for part in parts:
         part.grad = torch.zeros_like(part)
     optimizer, devices = torch.optim.AdamW(parts), {part.device for part in parts}
-    optimizer.step()  # the first one makes the states
+    optimizer.step()  # creates the states
     seconds = []
     for _ in range(_STEPS):
         start = now(devices)
@@ -281,9 +281,9 @@ def _split_pass(layer: nn.Module, value: Any) -> tuple[float, float, float]:
 
 
 def _driver_pass(runs: Runs, value: Any) -> tuple[float, float, float]:
-    """Return the seconds before the first call of the pipelined part, after the last one, and of the first's backward.
+    """Return the seconds before the first and after the last call of the pipelined part, and of the former's backward.
 
-    What lies between calls of blocks is the stages' part.
+    Does not include the time between calls of blocks, which belongs to the stages.
     """
     value = as_output(value)
     start = runs.clock()
@@ -301,7 +301,7 @@ def _driver_pass(runs: Runs, value: Any) -> tuple[float, float, float]:
 
 
 def _driver_peak(runs: Runs, value: Any) -> int:
-    """Return what a pass of the driver's own part takes at most, without the recorded outputs of the stages."""
+    """Return the peak memory of a pass of the driver's part, without the recorded outputs of the stages."""
     with LiveBytes() as live:
         _driver_pass(runs, value)
     return max(0, live.peak - sum(storage_bytes(runs.recorded()).values()))

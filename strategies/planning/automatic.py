@@ -24,10 +24,10 @@ from strategies.planning.plan_rows import ALLOCATOR_SHARE, MeasuredPasses, activ
 from strategies.planning.search import EFFORT, ModelCosts, search
 
 HELD_WITHOUT_GRADIENTS = 3.0
-"""How many times a trained parameter is held apart from its gradients: itself, and what Adam keeps."""
+"""The number of copies of a trained parameter without its gradients: itself, and Adam's states."""
 
 CLEARLY_FASTER = 0.97
-"""An order of its own fits the measured costs only; predictions were up to 5 % off, so it must promise 3 %."""
+"""The predicted gain that a custom order must have: it fits the measured costs, and predictions were up to 5 % off."""
 
 
 def find_schedule(
@@ -46,22 +46,22 @@ def find_schedule(
     effort: int = EFFORT,
     num_processes: int | None = None,
 ) -> PlannedSchedule:
-    """Measure a model and return the schedule that takes least time for a batch.
+    """Measure a model and return the schedule with the shortest time for a batch.
 
     Args:
-        model: The model. It is measured on its ``example_input_array``, else, for a model of Hugging Face, on an input
-            made from its configuration. Its parts outside ``module`` are on ``device``.
+        model: The model. It is measured on its ``example_input_array``, or otherwise, for a Hugging Face model, on an
+            input made from its configuration. Its parts outside ``module`` are on ``device``.
         module: The pipelined part of the model.
         num_stages: Number of processes, at least 2.
         given: The number of layers of each chunk; ``"even"`` for equal numbers; ``None`` to find them.
         settings: Recomputation, and the number of chunks of layers that a process may have.
-        choices: What may be chosen.
-        device: Where a copy of one layer at a time is measured.
-        precision: The precision of the training; by default that of the tensors.
+        choices: The settings that the search may choose.
+        device: The device on which a copy of one layer at a time is measured.
+        precision: The precision of the training; by default the precision of the tensors.
         in_reverse: Whether the first stage has the last layers.
-        gradient_sets: Number of gradients that a parameter has at once.
-        budget_seconds: The time that the passes of all layers may take together, beyond warm-up and the first few.
-        effort: As of :func:`~strategies.planning.search.search`.
+        gradient_sets: Number of gradients of a parameter that exist at the same time.
+        budget_seconds: Time limit for all passes of all layers, in addition to the warm-up and the first few passes.
+        effort: As in :func:`~strategies.planning.search.search`.
         num_processes: Number of processes on a host, of all replicas; by default one for each stage.
 
     Raises:
@@ -133,7 +133,7 @@ def find_schedule(
         )
     line = f"RPCSequentialStrategy: schedule='auto' chooses {plan.reason}"
     if not_measured:
-        line += f" (without what runs outside the layers: {not_measured})"
+        line += f" (without the code outside the layers: {not_measured})"
     rank_zero_info(f"{line}.")
     return plan.planned_schedule(gradient_sets)
 
@@ -151,7 +151,7 @@ def measure_actions(
     split: Callable[[int], Any] | None = None,
     with_steps: bool = False,
 ) -> dict[int, Costs[Layer, DriverPart]]:
-    """Measure what a micro-batch costs each layer and the driver, for several numbers of micro-batches.
+    """Measure the costs of a micro-batch for each layer and for the driver, for several numbers of micro-batches.
 
     Args:
         model: The model.
@@ -159,11 +159,11 @@ def measure_actions(
         found: The input.
         numbers: The numbers of micro-batches.
         checkpoint: Which micro-batches are recomputed in the backward pass.
-        device: Where a copy of one layer at a time is measured; on ``meta`` only bytes are.
-        budget_seconds: The time that all passes may take together, beyond warm-up and the first few.
-        gradient_sets: Number of gradients that a parameter has at once.
-        split: Returns the first of a number of micro-batches of the input; by default its first rows.
-        with_steps: Measure a step of AdamW, too, which stands for that of an optimizer that is not made yet.
+        device: The device on which a copy of one layer at a time is measured; on ``meta``, only bytes are measured.
+        budget_seconds: Time limit for all passes, in addition to the warm-up and the first few passes.
+        gradient_sets: Number of gradients of a parameter that exist at the same time.
+        split: Returns the first micro-batch of the input, given their number; by default its first rows.
+        with_steps: Also measure a step of AdamW, in place of the optimizer, which does not exist yet.
     """
     measured, param_scale = {}, HELD_WITHOUT_GRADIENTS + gradient_sets
     for number in numbers:
@@ -188,7 +188,7 @@ def input_bytes(found: FoundExample, number: int) -> int:
 
 
 def _numbers(rows: int, choices: SearchSettings) -> list[int]:
-    """Return the numbers of micro-batches to choose from: those that divide the rows, and powers of two."""
+    """Return the numbers of micro-batches to choose from: divisors of the number of rows, and powers of two."""
     if not choices.finds_microbatches:
         return [choices.given_microbatches]
     most = min(rows, choices.max_microbatches or MAX_MICROBATCHES)
@@ -199,7 +199,7 @@ def _numbers(rows: int, choices: SearchSettings) -> list[int]:
 def _balance(
     given: Sequence[int] | Literal["even"] | None, num_layers: int, number: int, num_stages: int, numbers: list[int]
 ) -> list[int] | None:
-    """Return the given balance for a number of chunks; ``None`` if it is for another number."""
+    """Return the given balance if it has this number of chunks; otherwise ``None``."""
     if given is None or number > num_layers:
         return None
     if given == "even":

@@ -1,22 +1,22 @@
-"""Simulates devices that run what processes post, by the rules of NCCL in the worst case; reports a deadlock's cycle.
+"""Simulate devices that run posted operations with the worst-case rules of NCCL, and report the cycle of a deadlock.
 
 The rules:
 
 - Nothing is buffered: a send runs together with its receive.
-- A communicator runs the operations of a process in the order in which they were posted. The k-th send from one process
-  to another one on a communicator belongs to the k-th receive there.
-- A group runs as a whole, together with all counterparts of its sends and receives, and with the groups of those.
+- A communicator runs the operations of a process in the order in which they were posted. On a communicator, the k-th
+  send from one process to another process belongs to the k-th receive of the latter.
+- A group runs as a whole, together with all counterparts of its sends and receives, and with their groups.
 - An operation of several processes, such as a collective, runs when all of them have started it. On a device it is in
-  line with the actions.
-- A device runs one operation at a time, in the order of posting. With ``independent_streams``, streams run beside each
-  other: one for the actions and one for each communicator. Then an action waits for the receive of its input, a send
-  for its action, and posting a receive for the posting of its send, which tells the shape (over the CPU).
+  one queue with the actions.
+- A device runs one operation at a time, in the order of posting. With ``independent_streams``, streams run in parallel:
+  one for the actions and one for each communicator. Then an action waits for the receive of its input, and a send waits
+  for its action. Posting a receive waits until its send is posted, because the shape arrives over the CPU.
 
-An operation always waits for all of some others, never for one of several. So whether the operations run does not
-depend on times: they run if and only if none waits for itself through others. What runs on devices that run one
-operation at a time also runs on independent streams, where operations wait for less.
+An operation always waits for all operations of a set, never for one of several. So whether the operations run does not
+depend on times: they run if and only if the waits have no cycle. Operations that run on devices with one operation at a
+time also run on independent streams, where they wait for fewer operations.
 
-Legend: r process.
+Index letters: ``r`` process.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ Communicator: TypeAlias = Callable[[int, Post], Hashable]
 
 
 def per_edge(r: int, post: Post) -> Hashable:
-    """One communicator for each direction of each edge, as the device plane has them."""
+    """One communicator for each direction of each edge, as in the device plane."""
     return post.kind, post.edge
 
 
 def per_pair(r: int, post: Post) -> Hashable:
-    """One communicator for each two processes, as in a group of two ranks."""
+    """One communicator for each pair of processes, as in a group of two ranks."""
     return frozenset((r, post.peer))
 
 
@@ -54,10 +54,10 @@ def for_all(r: int, post: Post) -> Hashable:
 
 
 class Deadlock(ValueError):
-    """Operations of processes wait for one another in a circle.
+    """Raised if operations of processes wait for each other in a cycle.
 
     Attributes:
-        cycle: Processes and their operations. Each operation waits for the next one, and the last for the first.
+        cycle: Processes and their operations. Each operation waits for the next, and the last waits for the first.
     """
 
     def __init__(self, cycle: list[tuple[int, DeviceOperation]]) -> None:
@@ -81,20 +81,20 @@ def check_runs(
     """Check that all operations run.
 
     Args:
-        rows: What each process posts, in order. Several passes may follow one another.
-        communicator: Which sends and receives share a communicator.
-        independent_streams: Whether streams of a process run beside each other.
-        seconds: The time that an action takes on a device; transfers take none.
+        rows: The operations that each process posts, in order, for one or more passes.
+        communicator: Returns the communicator of a send or receive.
+        independent_streams: Whether streams of a process run in parallel.
+        seconds: The time of an action on a device. Transfers take no time.
         posting_seconds: The time that a process takes to post an action, with independent streams.
 
     Returns:
         When the last operation ends.
 
     Raises:
-        Deadlock: If operations wait for one another.
-        ValueError: If a send or receive has no counterpart or that of another value, if a process posts a send before
-            the action whose result it sends, a receive after the action that needs it, or if a process is missing from
-            an operation of several.
+        Deadlock: If operations wait for each other.
+        ValueError: If a send or receive has no counterpart or the wrong one, if a process posts a send before the
+            action whose result it sends or a receive after the action that needs it, or if a process is missing from
+            an operation of several processes.
     """
     devices = _Devices(communicator, independent_streams, seconds, posting_seconds)
     for r, row in enumerate(rows):
@@ -104,19 +104,19 @@ def check_runs(
 
 
 _Value: TypeAlias = tuple[str, int, int]
-"""Kind, edge and micro-batch of what a process sends to another one."""
+"""Kind, edge and micro-batch of a value that a process sends to another process."""
 
 
 class _Nodes(NamedTuple):
     """The nodes of an operation.
 
     Attributes:
-        r: Its process.
+        r: The process of the operation.
         operation: The operation.
-        before: The posting of the operation before it, if streams are independent and there is one.
-        posted: Its posting; its start if streams are not independent.
-        started: Its start.
-        ended: Its end.
+        before: The posting of the previous operation, if there is one and streams are independent.
+        posted: The posting of the operation; its start if streams are not independent.
+        started: The start of the operation.
+        ended: The end of the operation.
     """
 
     r: int
@@ -128,7 +128,7 @@ class _Nodes(NamedTuple):
 
 
 class _Devices:
-    """The postings, starts and ends of operations as a graph of what waits for what."""
+    """The postings, starts and ends of operations, as a graph of dependencies."""
 
     def __init__(
         self,
@@ -148,13 +148,13 @@ class _Devices:
         self._paired: dict[int, _Nodes] = {}
         """Sends, receives, groups and meetings by the node of their start."""
         self._partners: dict[int, list[_Nodes]] = {}
-        """Those that they run together with."""
+        """For each of these, the operations that run together with it."""
 
     def add(self, r: int, row: Iterable[DeviceOperation]) -> None:
-        """Add what a process posts."""
+        """Add the operations that a process posts."""
         last: dict[Hashable, int] = {}  # stream -> end of its last operation
         unsent: dict[_Value, int] = {}  # result of an action -> end of the action
-        unused: dict[_Value, _End] = {}  # what has been received for a later action
+        unused: dict[_Value, _End] = {}  # received values that a later action needs
         before: list[int] = []
         for operation in row:
             posts = _posts(operation)
@@ -184,7 +184,7 @@ class _Devices:
                     unused[_value(post)] = end
             if isinstance(operation, Meeting):
                 members = self._meetings.setdefault(operation, {})
-                assert r not in members, "each meeting has a name of its own"
+                assert r not in members, "each meeting has a unique name"
                 members[r] = nodes
             elif computation is not None and (edge := edge_from(computation)) is not None:
                 unsent[(*edge, computation.microbatch)] = ended
@@ -193,14 +193,14 @@ class _Devices:
             raise ValueError(f"process {r} posts {_named(end.post)}, but no action after it that needs the value")
 
     def connect(self) -> None:
-        """Let operations wait for their counterparts."""
+        """Make operations wait for their counterparts."""
         for sends, receives in self._ends.values():
             for send, receive in zip(sends, receives, strict=False):
                 if _value(send.post) != _value(receive.post):
                     raise ValueError(
                         f"{_named(send.post)} of process {send.nodes.r} meets {_named(receive.post)} of process "
-                        f"{receive.nodes.r}, which would get another value. Processes must post the sends and receives "
-                        "of a communicator in the same order."
+                        f"{receive.nodes.r}, which would get the wrong value. Processes must post the sends and "
+                        "receives of a communicator in the same order."
                     )
                 if self._independent:
                     self._waits_for[receive.nodes.posted] += send.nodes.before
@@ -218,20 +218,20 @@ class _Devices:
                 self._run_together(nodes, seen)
 
     def _pair(self, a: _Nodes, b: _Nodes) -> None:
-        """Note that two operations run together."""
+        """Record that two operations run together."""
         for nodes, other in ((a, b), (b, a)):
             self._paired[nodes.started] = nodes
             self._partners.setdefault(nodes.started, []).append(other)
 
     def _run_together(self, first: _Nodes, seen: set[int]) -> None:
-        """Let an operation and all that run together with it end after the starts of all of them.
+        """Make an operation and all operations that run together with it end after the starts of all of them.
 
-        They form a tree. Each waits for those further from the first one and for the one that is closer, so that a
-        cycle shows which operation waits for which.
+        These operations form a tree. Each operation waits for its children and for its parent, so that a cycle shows
+        which operation waits for which.
         """
         tree: list[tuple[_Nodes, _Nodes | None]] = [(first, None)]
         seen.add(first.started)
-        for nodes, _ in tree:  # it grows meanwhile
+        for nodes, _ in tree:  # it grows during the loop
             for other in self._partners[nodes.started]:
                 if other.started not in seen:
                     seen.add(other.started)
@@ -257,7 +257,7 @@ class _Devices:
                 waited_for_by[other].append(node)
         times = [0.0] * len(num_missing)
         ready = [node for node, missing in enumerate(num_missing) if not missing]
-        for node in ready:  # it grows meanwhile
+        for node in ready:  # it grows during the loop
             times[node] += self._seconds_of[node]
             for later in waited_for_by[node]:
                 times[later] = max(times[later], times[node])
@@ -298,7 +298,7 @@ _ACTIONS = "actions"
 
 
 class _End(NamedTuple):
-    """A send or receive, and the operation that it is or is a part of."""
+    """A send or receive, and the nodes of the operation or group that contains it."""
 
     post: Post
     nodes: _Nodes

@@ -1,13 +1,13 @@
-"""What another balance would bring, by what recorded steps say: who is waited for, and the best balance.
+"""Find from recorded steps which process the pipeline waits for, the best balance, and its predicted gain.
 
-    records of a step ─▶ seconds of each layer ─▶ those of each kind of layer, and the slowness of each process
+    records of a step ─▶ seconds of each layer ─▶ seconds of each kind of layer, and the slowness of each process
                                                               │
-              the balance with which the table takes least time ◀─ simulator
+                  the balance with the shortest predicted time ◀─ simulator
 
-The time of a chunk's actions is divided over its layers like the time of their forward passes. Layers that are alike
-cost the same, so if some take longer on one process than on another one, that process is slow.
+The time of a chunk's actions is divided over its layers in proportion to their forward passes. Equal layers have equal
+costs, so if they take longer on one process than on another process, the first process is slow.
 
-Legend: m micro-batch, i stage of a table (a chunk of layers), r process.
+Index letters: ``m`` micro-batch, ``i`` stage of a table (a chunk of layers), ``r`` process.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from strategies.planning.search import LayerCosts, ModelCosts, balanced
 from strategies.planning.simulator import DriverCosts, Simulation
 
 EFFORT = 400_000
-"""The number of simulated actions that the search for a balance spends at most: about 50 ms."""
+"""Maximum number of simulated actions of the search for a balance: about 50 ms."""
 
 STEPS_TO_ASSESS = 3
-"""How many recorded steps say together whether another balance would be faster."""
+"""The number of recorded steps that decide together whether another balance would be faster."""
 
 CLEARLY_SLOW = 1.5
-"""A process that takes so many times as long for its layers as the others is called slow."""
+"""A process is called slow if it takes at least this many times as long for its layers as other processes would."""
 
 _ROUNDS = 20
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """What one recorded step says.
+    """The measurements of one recorded step.
 
     Attributes:
-        placement: Which process has which stages.
+        placement: The process of each stage.
         balance: The number of layers of each chunk.
         microbatches: The number of micro-batches of its last pass with a backward part.
         costs: The costs of each layer as measured on its process, and of the driver's code.
         elements: The number of elements of each layer's input.
-        uses: The share of the passes in which each process had work.
-        seconds: What its passes took, from the first forward pass on.
+        uses: The share of time in which each process had work during the passes.
+        seconds: The time of its passes, from the first forward pass on.
     """
 
     placement: Placement
@@ -67,15 +67,15 @@ class MeasuredStep:
 
 @dataclass(frozen=True)
 class Imbalance:
-    """What recorded steps say of a balance.
+    """The assessment of a balance from recorded steps.
 
     Attributes:
-        uses: The share of the passes in which each process had work.
-        slowness: How many times as long each process takes for a layer as the fastest one.
-        seconds: What the passes of a step took, from the first forward pass on.
+        uses: The share of time in which each process had work during the passes.
+        slowness: For each process, the ratio of its time for a layer to the time of the fastest process.
+        seconds: The time of the passes of a step, from the first forward pass on.
         balance: The balance of these steps.
-        better: The balance with which they are predicted to take least time.
-        better_seconds: What they are predicted to take with it.
+        better: The balance with the shortest predicted time.
+        better_seconds: The predicted time of the passes with this balance.
     """
 
     uses: list[float]
@@ -87,26 +87,26 @@ class Imbalance:
 
     @property
     def gain(self) -> float:
-        """The share of this time that the better balance is predicted to save."""
+        """The share of the time that the better balance is predicted to save."""
         return 1 - self.better_seconds / self.seconds
 
     @property
     def busiest(self) -> int:
-        """The process that the others wait for most."""
+        """The process that other processes wait for most."""
         return self.uses.index(max(self.uses))
 
     @property
     def slowest(self) -> int | None:
-        """The process that takes clearly longer for its layers than the others; ``None`` if there is none."""
+        """The process that takes clearly longer for its layers than other processes would; ``None`` if none does."""
         r = self.slowness.index(max(self.slowness))
         return r if self.times_as_long(r) >= CLEARLY_SLOW else None
 
     def described(self, names: Sequence[str], *, least_gain: float) -> str:
-        """Return what to tell: who is waited for, who is slow, and what the better balance brings.
+        """Return a message: which process others wait for, which process is slow, and the gain of the better balance.
 
         Args:
             names: The name of each process.
-            least_gain: The gain from which on the better balance is named.
+            least_gain: The minimum gain for which the message names the better balance.
         """
         use, others = self.uses[self.busiest], [u for r, u in enumerate(self.uses) if r != self.busiest]
         told = f"most waiting is for {names[self.busiest]} (busy {use:.0%} of the passes"
@@ -120,23 +120,23 @@ class Imbalance:
         return told
 
     def times_as_long(self, r: int) -> float:
-        """How many times as long a process takes for its layers as the others would."""
+        """The ratio of the time that a process takes for its layers to the time that other processes would take."""
         others = [value for other, value in enumerate(self.slowness) if other != r]
         return self.slowness[r] / statistics.median(others) if others else 1.0
 
 
 class LastSteps:
-    """The last recorded steps of one balance, without those of smaller batches.
+    """The last recorded steps of one balance, without steps of smaller batches.
 
     Args:
-        number: How many are kept.
+        number: The number of steps to keep.
     """
 
     def __init__(self, number: int = STEPS_TO_ASSESS) -> None:
         self.steps: deque[MeasuredStep] = deque(maxlen=number)
 
     def add(self, step: MeasuredStep) -> bool:
-        """Add a step; return whether it counts: it does not if its batch had fewer micro-batches than those before."""
+        """Add a step, unless its batch has fewer micro-batches than previous batches. Returns whether it was added."""
         if self.steps and self.steps[-1].balance != step.balance:
             self.steps.clear()
         if self.steps and self.steps[-1].microbatches > step.microbatches:
@@ -154,13 +154,13 @@ class LastSteps:
 def measured_step(
     rows: Sequence[Sequence[Record]], recorded: Sequence[Recorded], balance: Sequence[int], *, whole_batch: bool
 ) -> MeasuredStep | None:
-    """Return what a recorded step says; ``None`` if it has no pass with a backward part, or lacks layers.
+    """Return the measurements of a recorded step; ``None`` if it has no pass with a backward part, or lacks layers.
 
     Args:
-        rows: The records of each process on one clock, the driver's last.
-        recorded: What each process has recorded.
+        rows: The records of each process on one clock, with the driver's last.
+        recorded: The recording of each process.
         balance: The number of layers of each chunk.
-        whole_batch: Whether the driver's own code runs once, between forward and backward passes.
+        whole_batch: Whether the driver's code runs once, between forward and backward passes.
     """
     whole = measured_timetable(rows)
     layers: dict[int, LayerRecord] = {}
@@ -199,7 +199,7 @@ def measured_step(
                 )
             )
     driver = DriverCosts()
-    if not whole_batch:  # otherwise the stages wait while it runs, whatever the balance is
+    if not whole_batch:  # otherwise the stages wait while it runs, with any balance
         driver = DriverCosts(mean("b") or 0.0, mean("loss", len(balance) - 1) or 0.0, mean("a") or 0.0)
     return MeasuredStep(
         whole.placement,
@@ -218,11 +218,11 @@ def assess(
     table: Callable[[int], ActionTable],
     balance: Sequence[int],
 ) -> Imbalance:
-    """Return what recorded steps with the same number of micro-batches say: the median of them.
+    """Assess a balance from the median of recorded steps with the same number of micro-batches.
 
     Args:
         steps: The steps, at least one.
-        kinds: What each layer is; layers of one kind do the same, if their inputs have as many elements.
+        kinds: The kind of each layer. Layers of one kind cost the same if their inputs have equally many elements.
         table: Returns the actions of each process for a number of micro-batches.
         balance: The number of layers of each chunk.
     """
@@ -284,15 +284,15 @@ def _median(steps: Sequence[MeasuredStep]) -> ModelCosts:
 
 
 def _divided(layer: LayerCosts, slowness: float) -> LayerCosts:
-    """Return what a layer would cost on the fastest process."""
+    """Return the cost of a layer on the fastest process."""
     backward = None if layer.backward is None else layer.backward / slowness
     return LayerCosts(layer.forward / slowness, layer.input_grad / slowness, layer.weight_grad / slowness, backward)
 
 
 def _averaged(layers: Sequence[LayerCosts], alike: Sequence[Hashable]) -> list[LayerCosts]:
-    """Return the mean of the costs of all layers of a kind for each of them.
+    """Return for each layer the mean of the costs of all layers of its kind.
 
-    Where a process shares its core, one layer is interrupted and another one is not.
+    If a process shares its core, some layers are interrupted and others are not.
     """
     of_kind: defaultdict[Hashable, list[LayerCosts]] = defaultdict(list)
     for kind, layer in zip(alike, layers, strict=True):
@@ -311,10 +311,10 @@ def _averaged(layers: Sequence[LayerCosts], alike: Sequence[Hashable]) -> list[L
 
 
 def _slowness(seconds: Sequence[float], alike: Sequence[Hashable], process: Sequence[int]) -> list[float]:
-    """Return how many times as long each process takes for a layer as the fastest one, at least 1.
+    """Return for each process the ratio of its time for a layer to the time of the fastest process, at least 1.
 
-    Fits ``seconds`` by (cost of the kind of a layer) times (slowness of its process), in turn. Processes without kinds
-    of layers in common, also over other ones, are taken to be equally fast, because nothing tells.
+    Fits ``seconds`` by (cost of the kind of a layer) times (slowness of its process), alternately. Processes that have
+    no kinds of layers in common, directly or through other processes, are assumed to be equally fast.
     """
     slowness = [1.0] * (1 + max(process))
     for known in _connected(alike, process):
@@ -336,7 +336,7 @@ def _slowness(seconds: Sequence[float], alike: Sequence[Hashable], process: Sequ
 
 
 def _connected(alike: Sequence[Hashable], process: Sequence[int]) -> list[set[int]]:
-    """Return groups of processes that have kinds of layers in common, also over others of the group."""
+    """Return groups of processes that have kinds of layers in common, directly or through other processes."""
     of_kind: defaultdict[Hashable, set[int]] = defaultdict(set)
     for kind, r in zip(alike, process, strict=True):
         of_kind[kind].add(r)

@@ -1,6 +1,8 @@
-"""What the processes of a pipeline did in a step, as they recorded it: times, a timetable, a prediction, a trace.
+"""Evaluate the records of the processes of a pipeline in a step: times, a timetable, a prediction, a trace.
 
-All times are seconds of one clock. Legend: m micro-batch, i stage of a table (a chunk of layers), r process.
+All times are seconds of one clock.
+
+Index letters: ``m`` micro-batch, ``i`` stage of a table (a chunk of layers), ``r`` process.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ PARTS: dict[RecordKind, str] = {
 def parts_of(records: Sequence[Record]) -> dict[str, float]:
     """Return the seconds that a process spent in each part of a step.
 
-    It waits for input, and within a pass also for the command to go on.
+    Waiting includes the wait for input and, within a pass, for the command to continue.
     """
     parts = dict.fromkeys((*PARTS.values(), "waiting", "sending"), 0.0)
     for before, record in zip([None, *records], records, strict=False):
@@ -53,8 +55,8 @@ def parts_of(records: Sequence[Record]) -> dict[str, float]:
 def measured_timetable(rows: Sequence[Sequence[Record]]) -> Simulation | None:
     """Return the last pass of a step that has a backward part, in the form of a simulation that begins at 0.
 
-    A step of the timetable lasts until the process has handed over what it sends. The code after the call of the module
-    belongs to the last stage's forward pass, as in a simulation.
+    A step of the timetable lasts until the process has handed its output to the transport. The code after the call of
+    the module belongs to the last stage's forward pass, as in a simulation.
 
     Args:
         rows: The records of each process, the driver's last.
@@ -77,7 +79,7 @@ def measured_timetable(rows: Sequence[Sequence[Record]]) -> Simulation | None:
                 end[Action("F", m, i)] = ended
                 continue
             if kind == "feed":
-                if UserCode("b", m) in end:  # where the code runs once per micro-batch
+                if UserCode("b", m) in end:  # the code runs once per micro-batch
                     end[UserCode("b", m)] = ended
                 continue
             if kind == "b" or kind == "a":
@@ -111,8 +113,8 @@ def last_pass(rows: Sequence[Sequence[Record]]) -> int | None:
 def from_first_forward(timetable: Simulation) -> Simulation:
     """Return a timetable from the start of the first forward pass on.
 
-    Before that, stages may be busy with the step before. What the driver does before is left out, and so is code of the
-    driver that takes no time because there is none.
+    Before that, stages may be busy with the previous step. Earlier work of the driver is left out, and so is code of
+    the driver that takes no time because there is none.
     """
     first = min(start for step, start in timetable.start.items() if isinstance(step, Action))
     shown = {
@@ -145,16 +147,16 @@ def uses_of(timetable: Simulation) -> list[float]:
 def predicted_timetable(
     rows: Sequence[Sequence[Record]], measured: Simulation, table: ActionTable, *, whole_batch: bool
 ) -> Simulation:
-    """Simulate a table with the costs that a step of it had: the mean of each kind of action of each stage.
+    """Simulate a table with the measured costs of a step: the mean of each kind of action of each stage.
 
-    The difference to what was measured is what single actions took more or less than their mean, and what the engine
-    does between actions.
+    The difference from the measured timetable comes from the deviation of single actions from their mean, and from the
+    engine's work between actions.
 
     Args:
         rows: The records of each process, the driver's last.
         measured: The timetable of these records.
         table: The actions of each process, in the order of ``rows``.
-        whole_batch: Whether the driver's own code runs once, between forward and backward passes.
+        whole_batch: Whether the driver's code runs once, between forward and backward passes.
     """
     num_stages = measured.placement.num_stages
     seconds: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
@@ -186,7 +188,7 @@ def predicted_timetable(
 
 
 def transfer_seconds(rows: Sequence[Sequence[Record]]) -> float:
-    """Return the median time from the end of a send until a process that waited for it already has the value."""
+    """Return the median time from the end of a send until a process that already waited for the value has it."""
     delays = [
         max(0.0, received.received - sent.end)
         for (_, sent), (_, received) in _messages(rows)

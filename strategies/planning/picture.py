@@ -1,4 +1,4 @@
-"""Pictures of timetables, as SVG or as pixels: a row of boxes for each process, over an axis of milliseconds.
+"""Draw timetables, as SVG or as pixels: a row of boxes for each process, above an axis in milliseconds.
 
 stage 0  [F0][F1][F2]        [ B0 ][F3][ B1 ] ...
 driver   [b0][F0    ][ B0 ][F1    ][ B1 ] ...
@@ -26,11 +26,11 @@ WORDS = {
 
 _WIDTH, _ROW, _LEFT, _TOP = 1200.0, 34.0, 80.0, 54.0
 _NARROWEST_TEXT = 14.0
-"""A box that is narrower, in pixels, has no number."""
+"""Minimum width of a box with a number, in pixels."""
 
 
 def svg(simulation: Simulation, names: Sequence[str], title: str, *, total_seconds: float | None = None) -> str:
-    """Return the picture as a document of its own.
+    """Return the picture as a complete SVG document.
 
     Args:
         simulation: The timetable, in seconds.
@@ -70,7 +70,7 @@ def stacked_svg(timetables: Sequence[tuple[str, Simulation]], names: Sequence[st
 
 
 def pixels(timetables: Sequence[tuple[str, Simulation]], names: Sequence[str]) -> Any:
-    """Return the same as pixels, a NumPy array ``[height, width, 3]`` of bytes.
+    """Return the picture of :func:`stacked_svg` as pixels, a NumPy array ``[height, width, 3]`` of bytes.
 
     Raises:
         ImportError: If Pillow is not installed.

@@ -1,6 +1,6 @@
-"""``trainer.plan``: measures a model in this process and predicts ways to run it as a pipeline, without training.
+"""``trainer.plan``: measure a model in this process and predict ways to run it as a pipeline, without training.
 
-data, else example input ──▶ a micro-batch of each size ──▶ costs of layers and of the driver's part ─┐
+data or example input ─────▶ a micro-batch of each size ──▶ costs of layers and of the driver's part ─┐
 configure_optimizers ──▶ bytes of states, seconds of a step ──────────────────────────────────────────┴─▶ rows
 """
 
@@ -70,24 +70,24 @@ from strategies.planning.plan_rows import Measured, PlanRow, best_row, plan_row
 _Costs: TypeAlias = Costs[Layer, DriverPart]
 
 MAX_MICROBATCHES = 32
-"""The largest number of micro-batches of a sweep."""
+"""Maximum number of micro-batches of a sweep."""
 
 BUDGET_SECONDS = 2.0
-"""The time that the passes of all layers may take together, beyond warm-up and the first few, for one size."""
+"""Time limit for all passes of all layers for one size, in addition to the warm-up and the first few passes."""
 
 CACHE_BYTES = 48 * 2**20
-"""More than the caches of common processors hold for one core: written before each optimizer step that is measured."""
+"""More than the caches of common processors hold for one core. Written before each measured optimizer step."""
 
 
 @dataclass(frozen=True)
 class PlanChoices:
-    """What a plan compares.
+    """The options that a plan compares.
 
     Attributes:
         stages: Numbers of processes.
-        microbatches: Numbers of micro-batches; ``None``: powers of two that divide the rows of a batch.
-        schedules: Names of schedules; ``None``: all that the model and the settings of the strategy allow.
-        memory_limit_bytes: What a process may hold.
+        microbatches: Numbers of micro-batches; ``None`` for powers of two that divide the rows of a batch.
+        schedules: Names of schedules; ``None`` for all that the model and the settings of the strategy allow.
+        memory_limit_bytes: Maximum memory of a process.
 
     Raises:
         MisconfigurationException: If a number is out of range, or a name unknown.
@@ -114,7 +114,7 @@ class PlanChoices:
         for schedule in self.schedules or ():
             if schedule == AUTO:
                 raise MisconfigurationException(
-                    "schedules names 'auto', but a plan compares the schedules that schedule='auto' chooses among: "
+                    "schedules names 'auto', but a plan compares the schedules from which schedule='auto' chooses: "
                     f"{', '.join(SCHEDULES)}. Leave it out."
                 )
             if schedule not in SCHEDULES:
@@ -135,12 +135,13 @@ class PipelineOptions:
         settings: Micro-batches, recomputation and chunks.
         device: The device of the driver.
         num_replicas: Number of replicas of the pipeline.
-        num_shares: Number of replicas that divide the optimizer states among them.
+        num_shares: Number of replicas that divide the optimizer states among themselves.
         num_nodes: Number of hosts.
         loss_weight: How micro-batches are weighted.
-        only_auto: Names of settings that are given, but are for ``schedule="auto"`` only.
+        only_auto: Names of given settings that apply to ``schedule="auto"`` only.
         num_snapshots: Number of snapshots that each process keeps.
-        gathers_on_end: Whether the driver gets the whole model after the run; ``None``: if it had it before.
+        gathers_on_end: Whether the driver gets the whole model after the run; ``None`` if it does so when it had the
+            whole model before.
     """
 
     path: str | None
@@ -161,12 +162,12 @@ class PlanTable:
     """The ways to run a model as a pipeline.
 
     Attributes:
-        rows: All of them, in the order of stages, micro-batches and schedules.
-        best: The best one.
+        rows: One row for each way, in the order of stages, micro-batches and schedules.
+        best: The best row.
         path: Dotted path of the pipelined module.
         layers: The number of its layers, and their classes.
-        measured_on: What was measured.
-        notes: What a reader has to know about the figures.
+        measured_on: A description of what was measured.
+        notes: What a reader must know about the figures.
         options: The settings of the strategy.
     """
 
@@ -182,14 +183,14 @@ class PlanTable:
 def plan_table(
     trainer: Trainer, model: LightningModule, data: Any, options: PipelineOptions, choices: PlanChoices
 ) -> PlanTable:
-    """Measure a model and predict every way to run it that is asked for. Nothing is trained, no process starts.
+    """Measure a model and predict every requested way to run it. Nothing is trained, and no process starts.
 
     Args:
-        trainer: The Trainer, to which the model is attached meanwhile.
-        model: The model. Its ``setup`` hook runs; apart from what that does, the model is left unchanged.
-        data: A data module or a loader of training batches, on which ``training_step`` is measured; without one the
-            model's own ``train_dataloader`` is used. Without either, ``forward`` is measured on
-            ``example_input_array``, else, for a model of Hugging Face, on an input made from its configuration.
+        trainer: The Trainer, to which the model is attached temporarily.
+        model: The model. Its ``setup`` hook runs; apart from the effects of this hook, the model does not change.
+        data: A data module or a loader of training batches, on which ``training_step`` is measured; by default the
+            model's ``train_dataloader``. Without either, ``forward`` is measured on ``example_input_array``, or
+            otherwise, for a Hugging Face model, on an input made from its configuration.
         options: The settings of the strategy.
         choices: What to compare.
 
@@ -208,10 +209,10 @@ def plan_table(
 
 
 def _prepared(trainer: Trainer, model: LightningModule, device: torch.device, *, is_late: bool) -> LightningModule:
-    """Return a model with its layers, in the precision of the training and on its device.
+    """Return a model with its layers, in the precision and on the device of the training.
 
-    Layers that ``configure_model`` builds are built on the ``meta`` device, if they would take more than half of the
-    memory of this host.
+    If layers of ``configure_model`` would take more than half of the memory of this host, they are built on the
+    ``meta`` device.
     """
     if is_late:
         model = _built(trainer, model)
@@ -219,7 +220,7 @@ def _prepared(trainer: Trainer, model: LightningModule, device: torch.device, *,
     if is_on_meta(model):
         if not is_late:
             model = copy_of(model)
-        model = model.to("meta")  # also what is outside the layers, so that it can be measured with them
+        model = model.to("meta")  # including parts outside the layers, so that they can be measured together
     else:
         model = model.to(device)
     connect(trainer, model)
@@ -251,7 +252,7 @@ def is_on_meta(model: nn.Module) -> bool:
 
 @contextmanager
 def _set_up(model: LightningModule, data: Any) -> Iterator[None]:
-    """Call the hooks that prepare model and data for training; random numbers go on as before."""
+    """Call the hooks that prepare model and data for training. Does not change the random state."""
     states = collect_rng_states()
     holders = [holder for holder in (data, model) if isinstance(holder, LightningDataModule | LightningModule)]
     try:
@@ -272,7 +273,7 @@ class _TrainingStepModule(nn.Module):
         model: The model.
 
     Attributes:
-        described: The name of what runs.
+        described: The name of the call for messages.
     """
 
     def __init__(self, model: LightningModule) -> None:
@@ -287,14 +288,14 @@ class _TrainingStepModule(nn.Module):
 
 @dataclass(frozen=True)
 class _Input:
-    """What the model is measured on.
+    """The input on which the model is measured.
 
     Attributes:
-        found: The model's part that takes it, and the input.
-        rows: The number of rows of a batch; 0 if each micro-batch has the rows of an input that was made.
+        found: The part of the model that takes the input, and the input.
+        rows: The number of rows of a batch; 0 if each micro-batch has the rows of a generated input.
         numbers: The numbers of micro-batches to compare.
         described: A description.
-        first: Returns the first of a number of micro-batches; ``None``: the first rows.
+        first: Returns the first micro-batch, given their number; ``None`` for the first rows.
     """
 
     found: FoundExample
@@ -305,12 +306,12 @@ class _Input:
 
 
 class _Plan:
-    """The measuring of one model.
+    """The measurement of one model.
 
     Args:
         trainer: The Trainer to which the model is attached.
         model: The model.
-        data: Gives batches.
+        data: The source of batches.
         options: The settings of the strategy.
         choices: What to compare.
         is_whole: Whether the driver has the whole model before the run.
@@ -339,7 +340,7 @@ class _Plan:
         self._notes: list[str] = []
 
     def table(self) -> PlanTable:
-        """Check what is asked for, measure, and predict every row."""
+        """Check the choices, measure, and predict every row."""
         ways, choices = self._ways(), self._choices
         given = self._of_training() or self._of_forward()
         optimizers = self._optimizers(min(choices.stages))
@@ -381,14 +382,14 @@ class _Plan:
             notes=[*dict.fromkeys(self._notes)],
         )
 
-    # Where it would run
+    # Processes and cores
 
     def _num_processes(self, stages: int) -> int:
         """Return the number of processes on a host."""
         return -(-stages * self._options.num_replicas // self._options.num_nodes)
 
     def _threads(self, stages: int) -> int:
-        """Return the number of threads that each of them would have."""
+        """Return the number of threads of each process."""
         return share_of_threads(self._num_processes(stages))
 
     def _cores(self) -> float:
@@ -416,12 +417,12 @@ class _Plan:
             for schedule in schedules:
                 chunks = self._chunks(schedule)
                 if stages * chunks <= num:
-                    self._balance(stages, chunks)  # raises an error if the given one does not fit
+                    self._balance(stages, chunks)  # raises an error if the given balance does not fit
                     ways.append((stages, schedule, chunks))
                 else:
                     self._notes.append(
                         f"{schedule} with {stages} stages is left out: its {stages * chunks} chunks need a layer each, "
-                        f"and there are {num}."
+                        f"but there are {num}."
                     )
         if not ways:
             raise MisconfigurationException(
@@ -444,7 +445,7 @@ class _Plan:
             settings = replace(options.settings, schedule=schedule, chunks_per_stage=None, pipelined_backward=True)
             check_loss_weight(options.loss_weight, settings)
         if not options.settings.pipelined_backward:
-            self._notes.append("all rows are those with pipelined_backward=True")
+            self._notes.append("all rows assume pipelined_backward=True")
         return schedules
 
     def _chunks(self, schedule: str) -> int:
@@ -453,7 +454,7 @@ class _Plan:
         return given if given is not None and least <= given <= most else default
 
     def _balance(self, stages: int, chunks: int) -> list[int] | None:
-        """Return the given number of layers of each chunk, if it is for this number of chunks."""
+        """Return the given balance if it has this number of chunks."""
         given, num = self._options.balance, len(self._module)
         if given is None:
             return None
@@ -473,7 +474,7 @@ class _Plan:
         """
         given = self._choices.microbatches
         if not rows:
-            # Without times nothing tells which of several batch sizes is best.
+            # Without times, the best of several batch sizes cannot be chosen.
             default = [self._options.settings.microbatches] if self._on_meta else [2, 4, 8, 16]
             return sorted(set(given or default))
         if given is not None:
@@ -486,7 +487,7 @@ class _Plan:
         powers = [2**k for k in range(1, 32) if 2**k <= min(rows, MAX_MICROBATCHES) and not rows % 2**k]
         return powers or [min(rows, self._options.settings.microbatches)]
 
-    # What it is measured on
+    # Input
 
     def _of_training(self) -> _Input | None:
         """Return the first batch of training, for ``training_step``; ``None`` if there is none."""
@@ -528,29 +529,27 @@ class _Plan:
         if found.is_made:
             described = f"an input made from the configuration, with {found.rows} rows for each micro-batch"
             return _Input(found, 0, self._numbers(0, 0), described)
-        described = (
-            f"example_input_array, taken for a batch of {found.rows} rows; a loss outside forward is not counted"
-        )
+        described = f"example_input_array, used as a batch of {found.rows} rows; a loss outside forward is not counted"
         return _Input(found, found.rows, self._numbers(found.rows, found.rows), described)
 
     def _costs(
         self, given: _Input, ways: Sequence[tuple[int, str, int]]
     ) -> tuple[_Input, dict[int, dict[int, _Costs]]]:
-        """Return what was measured, and the costs by threads of a process and number of micro-batches."""
+        """Return the measured input, and the costs by threads of a process and number of micro-batches."""
         if given.first is None:
             return given, self._costs_of(given, ways)
         undo = collect_logs(self._model, lambda: lambda *args: None)
         try:
             return given, self._costs_of(given, ways)
         except Exception as error:  # the user's code, which may need a running loop
-            reason = f"{type(self._model).__name__}.training_step cannot be measured by itself"
+            reason = f"{type(self._model).__name__}.training_step cannot be measured on its own"
             kind = "" if isinstance(error, MisconfigurationException) else f"{type(error).__name__}: "
             reason += f" ({kind}{error})"
             if self._model.example_input_array is None:
                 raise MisconfigurationException(
                     f"{reason}. Set `self.example_input_array` to a batch of inputs; then forward is measured instead."
                 ) from error
-            self._notes.append(f"{reason}, so forward is")
+            self._notes.append(f"{reason}, so forward is measured")
         finally:
             undo()
         given = self._of_forward()
@@ -582,7 +581,7 @@ class _Plan:
     # Optimizers
 
     def _optimizers(self, stages: int) -> list[Optimizer]:
-        """Return the optimizers of ``configure_optimizers``, which the strategy has from now on."""
+        """Return the optimizers of ``configure_optimizers``, and assign them to the strategy."""
         strategy: Any = self._trainer.strategy
         strategy.setup_optimizers(self._trainer)
         optimizers = [own for own in map(unwrapped, strategy.optimizers) if not is_stand_in(own)]
@@ -609,7 +608,7 @@ class _Plan:
         *,
         in_reverse: bool,
     ) -> dict[int, Measured]:
-        """Return what is known of the model by number of micro-batches, with the costs of the optimizers' steps."""
+        """Return the measurements of the model by number of micro-batches, with the costs of optimizer steps."""
         layers = [*self._module][:: -1 if in_reverse else 1]
         num_bytes = sum(tensor.nbytes for tensor in self._module.parameters()) // min(self._choices.stages)
         others = torch.zeros(0 if self._on_meta else min(num_bytes, CACHE_BYTES), dtype=torch.uint8)
@@ -658,31 +657,31 @@ class _Plan:
         }
 
     def _note_snapshots(self, measured: Measured) -> None:
-        """Note what snapshots take."""
+        """Add a note about the memory of snapshots."""
         need = sum(measured.needs, measured.outside)
         if num := self._options.num_snapshots:
             size = num * need.total / 2**20
             self._notes.append(
-                f"max_restarts takes {size:,.1f} MiB of memory that is not in these figures, on all "
-                f"processes together: {num} copies of parameters, gradients and optimizer states"
+                f"max_restarts takes {size:,.1f} MiB of memory on all processes together, which is not in these "
+                f"figures: {num} copies of parameters, gradients and optimizer states"
             )
 
     def _note_cores(self, ways: Sequence[tuple[int, str, int]]) -> None:
-        """Note where processes share cores."""
+        """Add notes if processes share cores."""
         for stages in dict.fromkeys(stages for stages, *_ in ways):
             if not self._on_meta and stages > self._cores():
                 number = self._num_processes(stages)
                 self._notes.append(
                     f"with {stages} stages, {number} processes share the {num_cores()} cores of a host; their times "
-                    "count that"
+                    "include this"
                 )
 
     def _note_whole(self, rows: Sequence[PlanRow]) -> None:
-        """Note what would help if the driver cannot hold the whole model at the start or the end."""
+        """Add a note with a remedy if the driver cannot hold the whole model at the start or at the end."""
         limit = self._choices.memory_limit_bytes
         drivers = [row.processes[-1] for row in rows]
         for when, ways_out in (
-            ("start", "build its layers in configure_model, so that each process builds its own"),
+            ("start", "build its layers in configure_model, so that each process builds only its layers"),
             ("end", "set gather_on_end=False, or build its layers in configure_model"),
         ):
             most = max(driver.start_bytes if when == "start" else driver.end_bytes for driver in drivers)
@@ -693,17 +692,17 @@ class _Plan:
                 )
 
     def _note(self, costs: dict[int, dict[int, _Costs]]) -> None:
-        """Note what a reader has to know about the figures."""
+        """Add notes that explain the figures."""
         for measured in costs.values():
             for cost in measured.values():
                 if cost.not_measured:
-                    self._notes.append(f"what runs outside the layers is not measured: {cost.not_measured}")
+                    self._notes.append(f"the code outside the layers is not measured: {cost.not_measured}")
         if self._options.num_replicas > 1:
             self._notes.append(
                 f"figures are those of one of {self._options.num_replicas} replicas, without averaging gradients"
             )
         if self._on_meta:
             self._notes.append(
-                "there are no times, because the model has parameters without memory (on the meta device), so nothing "
-                "can be run; bytes do not need it"
+                "there are only bytes and no times, because the model has parameters without memory (on the meta "
+                "device) and cannot run"
             )

@@ -1,14 +1,14 @@
-"""Predicted time and memory of ways to run a pipeline: by schedule and numbers of processes and micro-batches.
+"""Predict time and memory of ways to run a pipeline: by schedule and numbers of processes and micro-batches.
 
-The simulator gives the time of the passes, from measured costs of actions. Memory is followed along each process's row
-of actions, from the bytes that each layer keeps, and those that it takes for a moment::
+The simulator computes the time of the passes from measured costs of actions. Memory is computed along each process's
+row of actions, from the bytes that each layer keeps and the bytes that it takes temporarily::
 
     row of a process      F0          F1          B0          F2          B1 ...
     kept                  0           0, 1        1           1, 2        2
-    for a moment          forward     forward     backward    forward     backward
-                          └─ the maximum of kept + for a moment is the peak of activations ─┘
+    temporary             forward     forward     backward    forward     backward
+                          └─── the maximum of kept + temporary is the peak of activations ──┘
 
-Legend: m micro-batch, i stage of a table (a chunk of layers), r process (the number of a row).
+Index letters: ``m`` micro-batch, ``i`` stage of a table (a chunk of layers), ``r`` process (the number of a row).
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ EFFORT = 500_000
 """The number of simulated actions that are spent on the balance of a row."""
 
 ALLOCATOR_SHARE = 0.23
-"""What a process takes beyond its tensors, as a share of them: free blocks that the allocator keeps.
+"""Memory of a process beyond its tensors, as a share of them: free blocks that the allocator keeps.
 
-It was 0.1 to 0.4 in runs on CPU; this is the middle in ratios (docs/decisions/096-plan.md).
+It was 0.1 to 0.4 in runs on CPU; this is the geometric middle (docs/decisions/096-plan.md).
 """
 
 
 @dataclass(frozen=True)
 class MeasuredPasses:
-    """What passes cost a model whose batches are split into one number of micro-batches.
+    """The costs of the passes of a model, for one number of micro-batches.
 
     Attributes:
         layers: The costs of a micro-batch in each layer, in the order of the stages.
-        driver: The costs of the driver's own part.
+        driver: The costs of the driver's part.
         microbatches: The number of micro-batches.
-        recomputed: How many of them are recomputed in the backward pass.
+        recomputed: The number of micro-batches that are recomputed in the backward pass.
         input_bytes: The bytes of the input of a micro-batch.
     """
 
@@ -60,22 +60,22 @@ class MeasuredPasses:
 
 @dataclass(frozen=True)
 class Measured(MeasuredPasses):
-    """What is known of a model, optimizers included.
+    """The measurements of a model, including its optimizers.
 
     Attributes:
         needs: The bytes of parameters, gradients and optimizer states of each layer.
-        outside: Those of the driver's own part.
-        needs_of: Returns those of each process, the driver last, for the number of layers of each chunk. Parameters
-            that several layers share count once in each process.
-        steps: What the optimizers' steps cost, for each layer.
-        outside_step: The same for the driver's own part.
+        outside: The same bytes of the driver's part.
+        needs_of: Returns these bytes for each process, with the driver last, given the number of layers of each chunk.
+            Parameters that several layers share count once in each process.
+        steps: The costs of the optimizers' steps, for each layer.
+        outside_step: The costs of the optimizers' steps for the driver's part.
         transfer: Seconds to send the output of a layer to another process.
         rows: The number of rows of a batch.
-        gradient_sets: Number of gradients that a parameter has at once where ``training_step`` runs once per
-            micro-batch.
+        gradient_sets: Number of gradients of a parameter that exist at the same time, if ``training_step`` runs once
+            per micro-batch.
         has_times: Whether times were measured, or only bytes.
-        start_bytes: The bytes of the model that the driver holds as a whole before its layers leave.
-        end_bytes: The bytes that the driver holds of it as a whole after the run, without gradients.
+        start_bytes: The bytes of the whole model on the driver before its layers leave.
+        end_bytes: The bytes of the whole model on the driver after the run, without gradients.
     """
 
     needs: Sequence[Need]
@@ -91,9 +91,9 @@ class Measured(MeasuredPasses):
     end_bytes: int = 0
 
     def costs(self, *, at_once: bool) -> ModelCosts:
-        """Return the costs for the search; ``at_once``: the driver's own part runs for the whole batch between passes.
+        """Return the costs for the search.
 
-        Then it is not among the passes.
+        With ``at_once``, the driver's part runs for the whole batch between passes and so does not count among them.
         """
 
         def held(need: Need) -> float:
@@ -120,7 +120,7 @@ class Measured(MeasuredPasses):
 
 @dataclass(frozen=True)
 class Process:
-    """What a process of a pipeline holds and does in a step.
+    """The memory and the work of a process of a pipeline in a step.
 
     Attributes:
         layers: The numbers of its layers.
@@ -128,8 +128,8 @@ class Process:
         activations: The maximum of the bytes that it holds for micro-batches.
         step: The optimizer's step.
         earlier_gradients: Bytes of gradients that exist during the passes in addition to those that the passes compute.
-        start_bytes: What the driver holds of the whole model before its layers have left; 0 if that is never whole.
-        end_bytes: The same after the run, when layers and optimizer states are back.
+        start_bytes: The bytes of the whole model on the driver before its layers have left; 0 if it is never whole.
+        end_bytes: The bytes of the whole model on the driver after the run, with all layers and optimizer states.
     """
 
     layers: list[int]
@@ -142,12 +142,12 @@ class Process:
 
     @property
     def tensor_bytes(self) -> int:
-        """The most that the process holds in tensors at once in training."""
+        """The peak memory of the process's tensors in training."""
         return self.need.total + max(self.activations + self.earlier_gradients, self.step.extra_bytes)
 
     @property
     def training_bytes(self) -> int:
-        """The predicted peak of the process's memory in training, beyond what it takes without a model."""
+        """The predicted peak of the process's memory in training, beyond its memory without a model."""
         return round((1 + ALLOCATOR_SHARE) * self.tensor_bytes)
 
     @property
@@ -157,7 +157,7 @@ class Process:
 
     @property
     def peak_at(self) -> str:
-        """When that is: ``"training"``, or ``"start"`` or ``"end"``, when the driver has the whole model."""
+        """The time of the peak: ``"training"``, or ``"start"`` or ``"end"``, when the driver has the whole model."""
         sizes = {"training": self.training_bytes, "start": self.start_bytes, "end": self.end_bytes}
         return max(sizes, key=lambda when: sizes[when])
 
@@ -172,13 +172,13 @@ class PlanRow:
         schedule: The name of the schedule.
         chunks_per_stage: The number of chunks of layers of each process.
         balance: The number of layers of each chunk.
-        processes: What each process holds; the driver is the last one.
+        processes: The memory and work of each process, with the driver last.
         rows: The number of rows of a batch.
         seconds: The time of a training step, from the first pass to the end of the optimizer's step; ``None`` if no
             times were measured.
         idle: The idle share of all processes during the passes.
         simulation: The predicted timetable of the passes.
-        memory_limit_bytes: What a process may hold; ``None``: no limit.
+        memory_limit_bytes: Maximum memory of a process; ``None`` for no limit.
     """
 
     stages: int
@@ -195,22 +195,22 @@ class PlanRow:
 
     @property
     def peak_bytes(self) -> int:
-        """The peak of the process that holds most."""
+        """The largest peak of all processes."""
         return max(process.peak_bytes for process in self.processes)
 
     @property
     def fits(self) -> bool:
-        """Whether every process obeys the limit."""
+        """Whether every process is within the limit."""
         return self.memory_limit_bytes is None or self.peak_bytes <= self.memory_limit_bytes
 
     @property
     def rows_per_second(self) -> float | None:
-        """How many rows a pipeline trains in a second."""
+        """The number of rows that the pipeline trains per second."""
         return self.rows / self.seconds if self.seconds else None
 
     @property
     def rank(self) -> tuple[bool, float, int]:
-        """The smaller, the better: what fits first, then the time per row, then the peak."""
+        """A sort key, smaller is better: whether the row fits, then the time per row, then the peak."""
         return not self.fits, (self.seconds or 0.0) / self.rows, self.peak_bytes
 
 
@@ -228,13 +228,13 @@ def plan_row(
     """Predict time and memory of a schedule.
 
     Args:
-        measured: What was measured of the model.
+        measured: The measurements of the model.
         stages: The number of processes.
         schedule: The name of the schedule.
         chunks: The number of chunks of layers of each process.
-        balance: The number of layers of each chunk; found by default: with measured times, the one that takes least
-            time among those that obey the limit; without, the one whose largest process is smallest.
-        memory_limit_bytes: What a process may hold.
+        balance: The number of layers of each chunk. By default, with measured times, the fastest balance within the
+            limit; without times, the balance with the smallest peak.
+        memory_limit_bytes: Maximum memory of a process.
         cores: The number of cores that the processes share, if there are fewer of them.
         effort: The number of simulated actions that are spent on the balance.
     """
@@ -277,11 +277,11 @@ class _Way:
     """A table with its placement, for a measured model.
 
     Attributes:
-        measured: What was measured of the model.
+        measured: The measurements of the model.
         table: The actions of each process.
-        placement: Which process has which chunks.
-        at_once: Whether the driver's own part runs for the whole batch between forward and backward passes.
-        memory_limit_bytes: What a process may hold.
+        placement: The process of each chunk.
+        at_once: Whether the driver's part runs for the whole batch between forward and backward passes.
+        memory_limit_bytes: Maximum memory of a process.
     """
 
     measured: Measured
@@ -291,7 +291,7 @@ class _Way:
     memory_limit_bytes: int | None
 
     def balanced(self, balance: Sequence[int] | None, effort: int) -> tuple[list[int], Simulation | None]:
-        """Return a balance, found if it is not given, and the simulated batch."""
+        """Return the given balance, or otherwise the best one, and the simulated batch."""
         measured = self.measured
         if not measured.has_times:
             return list(balance) if balance is not None else _balance_by_size(measured, self.placement.num_stages), None
@@ -310,12 +310,12 @@ class _Way:
         return found, with_driver_between(simulation, of_batch)
 
     def processes(self, balance: Sequence[int]) -> list[Process]:
-        """Return what each process holds and does."""
+        """Return the memory and the work of each process."""
         peaks = activation_peaks(self.table, self.placement, balance, self.measured, at_once=self.at_once)
         return _processes(self.placement, balance, self.measured, peaks, at_once=self.at_once)
 
     def smaller(self, balance: Sequence[int]) -> list[int]:
-        """Return a balance with a small peak, found by moving one layer after another between chunks."""
+        """Return a balance with a small peak, found by moving single layers between chunks."""
         starts = [list(balance), _balance_by_size(self.measured, self.placement.num_stages)]
         return min(map(self._descended, starts), key=lambda each: _peak(self.processes(each)))
 
@@ -330,12 +330,12 @@ class _Way:
 
 
 def _peak(processes: Sequence[Process]) -> int:
-    """Return the largest peak in training; before and after, the driver holds the whole model with any balance."""
+    """Return the largest peak in training. Before and after, the driver holds the whole model with any balance."""
     return max(process.training_bytes for process in processes)
 
 
 def _neighbours(balance: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the balances in which one layer has moved from a chunk to another one."""
+    """Yield the balances in which one layer has moved from one chunk to another."""
     for i, number in enumerate(balance):
         for j in range(len(balance)):
             if j != i and number > 1:
@@ -345,7 +345,7 @@ def _neighbours(balance: Sequence[int]) -> Iterator[list[int]]:
 
 
 def best_row(rows: Sequence[PlanRow]) -> PlanRow:
-    """Return the row that fits and takes least time per row; if none fits, the one with the smallest peak."""
+    """Return the fastest row, per row of a batch, that fits; if none fits, the row with the smallest peak."""
     best = min(rows, key=lambda row: row.rank)
     return best if best.fits else min(rows, key=lambda row: row.peak_bytes)
 
@@ -359,7 +359,7 @@ def _balance_by_size(measured: Measured, num_chunks: int) -> list[int]:
 
 
 def rank_of_row(placement: Placement) -> list[int]:
-    """Return the rank of each row of a table: the driver's is the last."""
+    """Return the rank of each row of a table. The driver has the last rank."""
     ranks = ranks_of(placement)
     return [ranks[placement.process_of.index(r)] for r in range(1 + max(placement.process_of))]
 
@@ -389,14 +389,14 @@ def _processes(
 
 @dataclass(frozen=True)
 class _StageBytes:
-    """What a micro-batch takes in a stage, in bytes.
+    """The memory of a micro-batch in a stage, in bytes.
 
     Attributes:
-        held: What is held from the forward to the backward pass.
-        entry: The input, which is all that is held of a micro-batch that is recomputed.
-        kept: What is held from the input gradients to the weight gradients.
-        forward: What is taken at most in the forward pass.
-        backward: What is taken at most in the backward pass, ``held`` included.
+        held: The memory held from the forward to the backward pass.
+        entry: The input: all that is held of a recomputed micro-batch.
+        kept: The memory held from the input gradients to the weight gradients.
+        forward: The peak of the forward pass.
+        backward: The peak of the backward pass, including ``held``.
         output: The size of the output.
     """
 
@@ -411,14 +411,14 @@ class _StageBytes:
 def activation_peaks(
     table: ActionTable, placement: Placement, balance: Sequence[int], measured: MeasuredPasses, *, at_once: bool
 ) -> list[float]:
-    """Return the most that each process holds for micro-batches, in the order of the table's rows.
+    """Return the peak memory of each process for micro-batches, in the order of the table's rows.
 
     Args:
         table: The actions of each process.
-        placement: Which process has which stages.
+        placement: The process of each stage.
         balance: The number of layers of each stage.
-        measured: What a micro-batch takes in each layer.
-        at_once: Whether the driver's own part runs for the whole batch between forward and backward passes.
+        measured: The costs of a micro-batch in each layer.
+        at_once: Whether the driver's part runs for the whole batch between forward and backward passes.
     """
     stages = _stage_bytes(placement, balance, measured)
     num, last = measured.microbatches, placement.num_stages - 1
@@ -458,7 +458,7 @@ def _stage_bytes(placement: Placement, balance: Sequence[int], measured: Measure
         held = layers[0].input if is_sent else max(0, layers[0].input - before.output)
         entry = layers[0].input_size if is_sent else 0
         forward = backward = 0
-        arrived = max(0, layers[0].input_size - layers[0].input)  # what is dropped after the first layer
+        arrived = max(0, layers[0].input_size - layers[0].input)  # the part that is dropped after the first layer
         for layer, following in zip(layers, [*layers[1:], None], strict=True):
             forward = max(forward, held + arrived + layer.inner + layer.output_size + layer.forward_extra)
             boundary = max(layer.output, following.input if following is not None else 0)

@@ -1,8 +1,8 @@
-"""``rebalance="auto"``: records single steps, and decides after each epoch or n steps whether layers move.
+"""``rebalance="auto"``: record single steps, and decide after each epoch or n steps whether layers move.
 
 batch      0    1    2    3    4    5    6    7  │ 0    1
 recorded        ✓         ✓         ✓         ✓  │
-                          └─────────┴─────────┘  ▲ the last three: is another balance clearly faster?
+                          └─────────┴─────────┘  ▲ by the last three: is another balance clearly faster?
 """
 
 from typing import Any
@@ -20,18 +20,18 @@ LEAST_GAIN = 0.1
 """The default of ``rebalance_threshold``: moving layers takes a second or more, and predictions are not exact."""
 
 _RECORDED_PER_PERIOD = 8
-"""How many steps are recorded in an epoch, or in n steps."""
+"""The number of recorded steps in an epoch, or in n steps."""
 
 _UNKNOWN_PERIOD = 200
-"""The number of batches that an epoch of unknown length is taken to have."""
+"""The assumed number of batches of an epoch of unknown length."""
 
 
 class Rebalancing:
-    """Decides when layers move, by recorded steps.
+    """Decides from recorded steps when layers move.
 
     Args:
-        every_n_steps: Decide whenever so many batches have run; ``None``: at the end of each epoch.
-        least_gain: The share of the time of a step's passes that another balance must be predicted to save.
+        every_n_steps: The number of batches between decisions; ``None`` to decide at the end of each epoch.
+        least_gain: The minimum share of the time of a step's passes that another balance must be predicted to save.
     """
 
     def __init__(self, every_n_steps: int | None, least_gain: float) -> None:
@@ -46,12 +46,12 @@ class Rebalancing:
         self._num_batches = 0
 
     def stop(self) -> None:
-        """A batch is over: stop to record it."""
+        """Stop recording, because the batch has ended."""
         if self._recording is not None:
             self._recording.stop()
 
     def before_batch(self, pipeline: Pipeline, epoch: int) -> Imbalance | None:
-        """Take what was recorded of the batch before; return what to do, if layers are to move now.
+        """Take the recording of the previous batch. Returns the assessment if layers must move now.
 
         Args:
             pipeline: The pipeline.
@@ -76,7 +76,7 @@ class Rebalancing:
         return found if found.gain >= self._least_gain else None
 
     def begin_batch(self, pipeline: Pipeline, batch: int, batches_per_epoch: float) -> None:
-        """Record the batch that begins, if it is its turn.
+        """Start to record the next batch, if it is one of the recorded batches.
 
         Args:
             pipeline: The pipeline.
@@ -96,14 +96,14 @@ class Rebalancing:
             return
         if (recorded := recording.take()) is None:
             return
-        rows = [own.records for own in recorded]  # of one clock, because all processes are on one host
+        rows = [own.records for own in recorded]  # on one clock, because all processes are on one host
         costs = measured_step(rows, recorded, pipeline.balance, whole_batch=not pipeline.settings.interleaves)
         if costs is not None:
             self._steps.add(costs)
 
 
 def rebalancing_of(rebalance: Any, every_n_steps: Any, threshold: Any, settings: Settings) -> Rebalancing:
-    """Check the arguments about rebalancing, at least one of which is given, and return what decides when layers move.
+    """Check the arguments about rebalancing, at least one of which is given, and return a :class:`Rebalancing`.
 
     Args:
         rebalance: The argument of the strategy.
@@ -121,7 +121,7 @@ def rebalancing_of(rebalance: Any, every_n_steps: Any, threshold: Any, settings:
     given = {"rebalance_every_n_steps": every_n_steps, "rebalance_threshold": threshold}
     for name, value in given.items():
         if value is not None and rebalance is None:
-            raise MisconfigurationException(f"{name}={value!r} is for rebalance='auto'; set that, or leave it out.")
+            raise MisconfigurationException(f"{name}={value!r} requires rebalance='auto'; set it, or leave {name} out.")
     if every_n_steps is not None and (
         not isinstance(every_n_steps, int) or isinstance(every_n_steps, bool) or every_n_steps < STEPS_TO_ASSESS
     ):

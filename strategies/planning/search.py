@@ -1,16 +1,17 @@
-"""Finds the fastest plan for measured costs: balance, placement, order, split backward passes, number of micro-batches.
+"""Find the fastest plan for measured costs: balance, placement, order, split backward passes, number of micro-batches.
 
-The simulator times what the search proposes::
+The simulator computes the time of each proposal of the search::
 
     for each number of micro-batches, and each schedule with each number of stages per process:
-        the balance: every one where there are few, else the most even one, improved layer by layer
+        the balance: all balances if there are few, otherwise the most even balance, improved layer by layer
     for the best of these:
-        the order of actions: greedy ones for the measured costs, improved by swaps on the critical path
+        the order of actions: greedy orders for the measured costs, improved by swaps on the critical path
 
 The search spends a fixed number of simulated actions and no random numbers, so every process of a run, and every run,
 finds the same plan from the same costs.
 
-Legend: m micro-batch (in formulas, the number of micro-batches), i, j stage, r process, p number of processes.
+Index letters: ``m`` micro-batch (in formulas, the number of micro-batches), ``i``, ``j`` stage, ``r`` process, ``p``
+number of processes.
 """
 
 from __future__ import annotations
@@ -41,41 +42,41 @@ from strategies.pipeline.schedule.tables import (
 from strategies.planning.simulator import ActionCosts, DriverCosts, PreparedTable, Simulation, simulate
 
 EFFORT = 8_000_000
-"""The number of simulated actions that a search spends at most: about a second."""
+"""Maximum number of simulated actions of a search: about a second."""
 
 CLEARLY_FASTER = 0.99
 """The default of :func:`search` for its argument of this name."""
 
 AS_FAST = 1.005
-"""Of the plans that take at most so many times as long as the fastest, the one with the smallest peak is chosen."""
+"""The search chooses the smallest peak among plans that take at most this many times as long as the fastest plan."""
 
 
 _CHECKED = 50
-"""A new table is made and checked before it is simulated, which takes as long as about so many simulations.
+"""The time to make and check a new table before it is simulated, in simulations.
 
-With code of the user's on the driver, twice as many: where it runs follows from a simulation of its own.
+With user code on the driver it is twice as long, because the place of this code follows from an additional simulation.
 """
 
 NUM_STARTS = 8
-"""The number of pairs of a placement and a balance whose order of actions is improved step by step."""
+"""The number of pairs of a placement and a balance for which the search improves the order of actions step by step."""
 
 PATIENCE = 12
-"""How many changes of an order may follow each other without an improvement."""
+"""Maximum number of consecutive changes of an order without an improvement."""
 
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """What one micro-batch costs a layer, in seconds and bytes.
+    """The costs of one micro-batch in a layer, in seconds and bytes.
 
     Attributes:
         forward: Time of the forward pass.
         input_grad: Time of the input gradients. For a layer that cannot be split, the time of its whole backward pass.
         weight_grad: Time of the weight gradients; 0 for a layer that cannot be split.
         backward: Time of the whole backward pass; ``None`` if it is the sum of its parts.
-        activation_bytes: What the layer holds from its forward pass on.
-        kept_bytes: What of it is held from the input gradients to the weight gradients; ``None`` if all of it.
-        parameter_bytes: What the layer holds all the time: parameters, gradients, optimizer states.
-        step: Time of the optimizer's step, which each process makes once per batch when its passes have ended.
+        activation_bytes: The memory that the layer holds from its forward pass on.
+        kept_bytes: The part that is held from the input gradients to the weight gradients; ``None`` if all of it.
+        parameter_bytes: The memory that the layer always holds: parameters, gradients, optimizer states.
+        step: Time of the optimizer's step, which each process runs once per batch after its passes.
     """
 
     forward: float
@@ -99,26 +100,25 @@ class LayerCosts:
 
     @property
     def kept(self) -> float:
-        """What is held from the input gradients to the weight gradients."""
+        """The bytes held from the input gradients to the weight gradients."""
         return self.activation_bytes if self.kept_bytes is None else self.kept_bytes
 
 
 @dataclass(frozen=True)
 class ModelCosts:
-    """What one micro-batch costs a model.
+    """The costs of one micro-batch in a model.
 
     Attributes:
         layers: The costs of each layer.
-        transfer: Time to send the activations or gradients of a micro-batch from one process to another one.
-        action: Time that the engine itself takes for an action with a message; weight gradients have none.
-        driver: What the driver runs outside the layers.
-        driver_parameter_bytes: What the driver holds for it all the time.
-        driver_step: Time of the optimizer's step for the parameters of what the driver runs outside the layers.
-        activation_peaks: Returns the most that each process holds for micro-batches, given a table, its placement and
+        transfer: Time to send the activations or gradients of a micro-batch from one process to another.
+        action: Time of the engine for an action with a message. Weight gradients have none.
+        driver: The costs of the driver's part outside the layers.
+        driver_parameter_bytes: The memory that the driver always holds for this part.
+        driver_step: Time of the optimizer's step for the parameters of this part.
+        activation_peaks: Returns the peak memory of each process for micro-batches, given a table, its placement and
             the number of layers of each stage. By default it is computed from the bytes of each layer.
-        memory_scale: What a process takes, for each byte that is counted.
-        slowness: For each process, how many times as long it takes for a layer as is said here, at least 1; by default
-            all take the same time.
+        memory_scale: The memory of a process for each counted byte.
+        slowness: For each process, the factor on its times of layers, at least 1; by default 1.
     """
 
     layers: Sequence[LayerCosts]
@@ -137,7 +137,7 @@ class ModelCosts:
         return simulate(table, model.of_stages(balance, Placement.of(table))).total_time
 
     def slowness_of(self, process: int) -> float:
-        """How many times as long a process takes for a layer."""
+        """The factor on the times of layers on a process."""
         return self.slowness[process] if self.slowness else 1.0
 
 
@@ -147,17 +147,17 @@ CostsOf: TypeAlias = Callable[[int], ModelCosts]
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What the search has chosen.
+    """The result of a search.
 
     Attributes:
-        schedule: The name of the schedule, or ``"searched"`` if the order of actions was searched, too.
-        placement: Which process has which stages.
+        schedule: The name of the schedule, or ``"searched"`` if the order of actions was also searched.
+        placement: The process of each stage.
         balance: The number of layers of each stage.
         microbatches: The number of micro-batches.
         table: The actions of each process.
         seconds: The predicted time of a batch, with the optimizer's step if its time is given.
         bubble_fraction: The predicted idle share of all processes.
-        peak_bytes: For each process, the predicted maximum of what it takes for parameters and activations.
+        peak_bytes: The predicted peak memory of each process for parameters and activations.
         reason: One line that says what was chosen, and why.
     """
 
@@ -175,7 +175,7 @@ class SearchResult:
         """Return the plan as the schedule of a run.
 
         Args:
-            gradient_sets: Number of gradients that a parameter was taken to have at once.
+            gradient_sets: Number of gradients of a parameter that are assumed to exist at the same time.
         """
         processes, name = len(self.table), self.schedule
         chunks = self.placement.num_stages // processes
@@ -198,7 +198,7 @@ _Family: TypeAlias = tuple[str, Placement, Callable[[int], ActionTable]]
 
 
 def _families(processes: int, max_chunks: int) -> list[_Family]:
-    """Return the schedules with a name, each with every number of stages per process that it can have."""
+    """Return the named schedules, each with every possible number of stages per process."""
     p = processes
     found: list[_Family] = [
         ("1f1b", loop(p), partial(one_f_one_b, p)),
@@ -227,20 +227,19 @@ def search(
     """Find the plan with the shortest predicted time of a batch.
 
     Args:
-        costs: The costs of one micro-batch. A function gives those for a number of micro-batches; with several numbers
-            to choose from, the costs depend on the number.
+        costs: The costs of one micro-batch, or a function that returns them for a number of micro-batches. Several
+            numbers to choose from require a function.
         processes: The number of processes.
         microbatches: The numbers of micro-batches to choose from.
-        max_chunks: The number of stages that a process may have at most.
-        schedules: The names of the schedules to choose from; :data:`SEARCHED` lets the order of actions vary, too,
-            from those of the others.
-        memory_limit_bytes: What a process may hold at most; a schedule that needs more is not chosen.
+        max_chunks: Maximum number of stages of a process.
+        schedules: The names of the schedules to choose from. :data:`SEARCHED` also varies the order of actions of the
+            other schedules.
+        memory_limit_bytes: Maximum memory of a process. A schedule that needs more is not chosen.
         balance_of: Returns the number of layers of each stage, given the number of stages, or ``None`` if it has none
             for this number. By default the search finds the balance.
-        clearly_faster: An order of its own is chosen only if it takes less than this share of the time of the best
-            schedule with a name.
-        effort: The number of simulated actions that the search spends at most, apart from the first look at each
+        clearly_faster: A custom order is chosen only if it takes less than this share of the time of the best named
             schedule.
+        effort: Maximum number of simulated actions of the search, besides the first simulation of each schedule.
 
     Raises:
         ValueError: If there are fewer layers than stages of every schedule, if no plan fits into the memory, or if an
@@ -295,8 +294,8 @@ def search(
         process = least.peak_bytes.index(max(least.peak_bytes))
         raise ValueError(
             f"no plan fits into memory_limit_bytes={memory_limit_bytes:.0f}: process {process} holds "
-            f"{max(least.peak_bytes):.0f} bytes under {least.description}, which was the least; use more processes, "
-            "recompute activations, or raise the limit"
+            f"{max(least.peak_bytes):.0f} bytes under {least.description}, the smallest peak; use more "
+            "processes, recompute activations, or raise the limit"
         )
     return _result(best, named, candidates)
 
@@ -310,16 +309,16 @@ def balanced(
     memory_limit_bytes: float | None = None,
     effort: int = EFFORT,
 ) -> tuple[list[int], Simulation]:
-    """Find the balance with which a table takes least time; return it with the simulated batch.
+    """Find the fastest balance for a table. Returns the balance and the simulated batch.
 
     Args:
         costs: The costs of one micro-batch.
         table: The actions of each process.
-        placement: Which process has which stages.
+        placement: The process of each stage.
         balance: The number of layers of each stage, if it is given.
-        memory_limit_bytes: What a process should hold at most. If no balance obeys this, the one that exceeds it least
+        memory_limit_bytes: Maximum memory of a process. If every balance exceeds it, the balance that exceeds it least
             is returned.
-        effort: The number of simulated actions that the search spends at most.
+        effort: Maximum number of simulated actions of the search.
     """
     model = _Model(costs, 1 + max(action.microbatch for row in table for action in row), memory_limit_bytes)
     candidate = _Candidate.of("", placement, table, model, balance)
@@ -328,7 +327,7 @@ def balanced(
 
 
 def _choice(candidates: Iterable[_Candidate]) -> _Candidate:
-    """Return the fastest candidate that fits into memory, or one that is as fast and holds less."""
+    """Return the fastest candidate that fits into memory, or a candidate that is about as fast and holds less."""
     ranked = sorted(candidates, key=lambda each: each.rank)
     excess, seconds = ranked[0].rank
     as_fast = [each for each in ranked if each.rank[0] <= excess and each.rank[1] <= seconds * AS_FAST]
@@ -362,13 +361,13 @@ def _result(best: _Candidate, named: _Candidate, candidates: Sequence[_Candidate
 
 
 class _Budget:
-    """Counts simulated actions; a part of another budget counts there, too."""
+    """Counts simulated actions. The actions of a part also count in the whole budget."""
 
     def __init__(self, actions: int, whole: _Budget | None = None) -> None:
         self.left, self._whole = actions, whole
 
     def spend(self, actions: int) -> bool:
-        """Count actions; return whether there was enough left."""
+        """Count actions, and return whether the budget sufficed."""
         self.left -= actions
         if self._whole is not None:
             self._whole.spend(actions)
@@ -415,11 +414,11 @@ class _Model:
         )
 
     def parameter_bytes(self, balance: Sequence[int], placement: Placement) -> list[float]:
-        """Return what each process holds all the time."""
+        """Return the memory that each process always holds."""
         return self._per_process(balance, placement, -2, self.costs.driver_parameter_bytes)
 
     def total_time(self, prepared: PreparedTable, balance: Sequence[int], costs: ActionCosts) -> float:
-        """Return when the last process has ended its passes and its step of the optimizer."""
+        """Return when the last process has ended its passes and its optimizer step."""
         if not self._has_steps:
             return prepared.total_time(costs)
         steps = self._per_process(balance, prepared.placement, -1, self.costs.driver_step)
@@ -447,9 +446,9 @@ class _Candidate:
     """A table with a balance.
 
     Attributes:
-        rank: Bytes above the memory limit, and the time of a batch: what the search minimises, in this order.
-        work: For each layer, the time of all its passes of one micro-batch. If a table splits some backward passes
-            only, this is the mean.
+        rank: Bytes above the memory limit, and the time of a batch. The search minimises them in this order.
+        work: For each layer, the time of all its passes of one micro-batch. If a table splits only some backward
+            passes, this is the mean.
         is_fixed: Whether the balance is given.
     """
 
@@ -466,7 +465,7 @@ class _Candidate:
     def of(
         cls, name: str, placement: Placement, table: ActionTable, model: _Model, balance: Sequence[int] | None = None
     ) -> _Candidate:
-        """Return a table with a balance, by default with the most even one."""
+        """Return a table with a balance, by default the most even balance."""
         prepared = PreparedTable(table, placement=placement, with_user_code=model.costs.driver.runs_code_before)
         splits = {action for row in table for action in row if action.kind == "I"}
         share = len(splits) / (model.microbatches * placement.num_stages)
@@ -512,12 +511,12 @@ class _Candidate:
 
     @property
     def cost_of_a_table(self) -> int:
-        """What a new table costs of a budget."""
+        """The cost of a new table in a budget."""
         return self.num_actions * _CHECKED * (2 if self.model.costs.driver.runs_code_before else 1)
 
     @property
     def least_time(self) -> float:
-        """No balance is faster, since all processes work all the time in this one."""
+        """A lower bound on the time with any balance: all processes are always busy."""
         processes = len(self.prepared.table)
         return self.model.microbatches * (sum(self.work) + self.model.driver_seconds) / processes
 
@@ -539,7 +538,7 @@ def _peaks(prepared: PreparedTable, model: _Model, balance: Sequence[int], costs
 
 
 def _variants(table: ActionTable, model: _Model) -> list[ActionTable]:
-    """Return the table, and the one with whole backward passes where that saves time."""
+    """Return the table, and the same table with whole backward passes if these save time."""
     if all(layer.whole >= layer.input_grad + layer.weight_grad for layer in model.costs.layers):
         return [table]
     merged = with_whole_passes(table)
@@ -547,7 +546,7 @@ def _variants(table: ActionTable, model: _Model) -> list[ActionTable]:
 
 
 def with_whole_passes(table: ActionTable) -> ActionTable:
-    """Return a table in which ``B`` replaces ``I`` with ``W`` directly after it."""
+    """Return a table in which ``B`` replaces each ``I`` that ``W`` directly follows."""
     rows = []
     for row in table:
         merged: list[Action] = []
@@ -564,10 +563,10 @@ def with_whole_passes(table: ActionTable) -> ActionTable:
 
 
 def _even_balance(work: Sequence[float], placement: Placement, driver_seconds: float) -> list[int]:
-    """Return the balance whose processes, with the driver's own work, are most evenly loaded, stage by stage.
+    """Return the balance with the most even load of all processes, including the driver's part, stage by stage.
 
-    The target of a process is the same for all, unless the driver's own work alone exceeds it; each stage of a process
-    gets an equal part of what is left. Dynamic programming minimises the sum of squared differences from the targets.
+    All processes have the same target load, unless the driver's part alone exceeds it. Each stage of a process gets an
+    equal part of the rest. Dynamic programming minimises the sum of squared differences from the targets.
     """
     stages, num = placement.num_stages, len(work)
     processes = 1 + max(placement.process_of)
@@ -614,9 +613,9 @@ def _with_better_balance(candidate: _Candidate, budget: _Budget) -> _Candidate:
 def _best_of(
     candidate: _Candidate, balances: Iterable[list[int]], budget: _Budget, *, first: bool = False
 ) -> _Candidate:
-    """Return the best candidate with one of the balances, or the first one that is better than the given one.
+    """Return the best candidate with one of the balances; with ``first``, the first one better than ``candidate``.
 
-    Balances whose most loaded process alone takes too long are not simulated.
+    Balances are not simulated if their most loaded process alone takes too long.
     """
     best = candidate
     bound = partial(_least_time, candidate)
@@ -650,7 +649,7 @@ def _all_balances(num: int, stages: int) -> Iterator[list[int]]:
 
 
 def _neighbours(balance: Sequence[int]) -> Iterator[list[int]]:
-    """Give a layer of one stage to another one; the stages between them shift."""
+    """Yield balances in which a layer moves from one stage to another. The layers of stages in between shift."""
     for i, length in enumerate(balance):
         if length > 1:
             for j in range(len(balance)):
@@ -667,7 +666,7 @@ def _neighbours(balance: Sequence[int]) -> Iterator[list[int]]:
 def _with_better_orders(candidates: Sequence[_Candidate], budget: _Budget) -> list[_Candidate]:
     """Return candidates whose order of actions was searched.
 
-    The starting points are the given candidates, sorted, and greedy orders, for their balances and for similar ones.
+    The starting points are the given candidates, sorted, and greedy orders for their balances and similar balances.
     """
     best = candidates[0]
     starts: dict[_Key, _Candidate] = {}
@@ -745,15 +744,15 @@ def greedy_order(
 ) -> ActionTable:
     """Return a table in which each process runs the most urgent action that is ready.
 
-    ``W`` runs where nothing else is ready, unless something else will be ready before half of it has run.
+    ``W`` runs when no other action is ready, unless another action will be ready before half of ``W`` has run.
 
     Args:
-        placement: Which process has which stages.
+        placement: The process of each stage.
         microbatches: The number of micro-batches.
         seconds: The time of each kind of action (:data:`KINDS`) on each stage.
         transfer: The time to send activations or gradients to another process.
-        window: The number of micro-batches that stage 0 runs forward ahead of their backward passes.
-        whole: The number of micro-batches whose backward passes are not split, from the first one on.
+        window: The number of micro-batches by which forward passes of stage 0 may be ahead of backward passes.
+        whole: The number of first micro-batches whose backward passes are not split.
         forward_first: Whether forward passes are more urgent than gradients.
         early_first: Whether earlier stages of a process are more urgent than later ones.
     """
@@ -772,7 +771,7 @@ def greedy_order(
         now, r = heapq.heappop(events)
         if busy_until[r] > now:
             continue
-        forward: list[tuple[float, Action]] = []  # what is next, and when its input arrives
+        forward: list[tuple[float, Action]] = []  # next actions, and when their inputs arrive
         backward: list[tuple[float, Action]] = []
         for i in stages[r]:
             m = num_backward[i]
@@ -788,7 +787,7 @@ def greedy_order(
             if now + cost["W"][pending[r][0].stage] / 2 <= later:
                 ready = pending[r].pop(0)
         if ready is None:
-            continue  # what arrives wakes the process
+            continue  # an arriving value wakes the process
         kind, m, i = ready
         rows[r].append(ready)
         end = busy_until[r] = now + cost[kind][i]
@@ -812,10 +811,10 @@ def greedy_order(
 
 
 def _with_better_path(candidate: _Candidate, budget: _Budget) -> _Candidate:
-    """Improve the order by changes to the critical path: nothing else can shorten the time of a batch.
+    """Improve the order by changes to the critical path. Only such changes can shorten the time of a batch.
 
-    Of all changes the best one is taken, also if it changes nothing or makes the time longer, for up to
-    :data:`PATIENCE` changes without an improvement.
+    Applies the best of all changes, even if it does not shorten the time, until :data:`PATIENCE` changes have brought
+    no improvement.
     """
     best = current = candidate
     seen = {_key(current)}
@@ -827,7 +826,7 @@ def _with_better_path(candidate: _Candidate, budget: _Budget) -> _Candidate:
                 return best
             try:
                 other = current.with_table(table)
-            except ValueError:  # it deadlocks, or changes the order of micro-batches
+            except ValueError:  # the table deadlocks, or changes the order of micro-batches
                 continue
             if _key(other) not in seen and (following is None or other.rank < following.rank):
                 following = other
@@ -849,9 +848,9 @@ def _key(candidate: _Candidate) -> _Key:
 
 
 def _changes(candidate: _Candidate) -> Iterator[ActionTable]:
-    """Return tables that differ in the critical path.
+    """Yield tables that differ in the critical path.
 
-    Two neighbours of a row change places, a backward pass is split, or its two parts become one.
+    Two neighbours in a row are swapped, a backward pass is split, or its two parts are merged.
     """
     rows = candidate.prepared.table
     place = {action: (r, k) for r, row in enumerate(rows) for k, action in enumerate(row)}

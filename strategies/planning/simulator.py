@@ -1,6 +1,6 @@
-"""Simulates tables: computes times and memory of a table of actions with given costs, and draws it.
+"""Simulate tables: compute times and memory of a table of actions with given costs, and draw it.
 
-Legend: m micro-batch, i stage, r process (the number of a row).
+Index letters: ``m`` micro-batch, ``i`` stage, ``r`` process (the number of a row).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ PerStage: TypeAlias = float | Sequence[float]
 
 @dataclass(frozen=True)
 class DriverCosts:
-    """What the driver runs outside the stages for each micro-batch, in seconds and bytes.
+    """The costs of the driver's code outside the stages for each micro-batch, in seconds and bytes.
 
     Attributes:
-        before: Time of the code before the call of the pipelined module, which gives the input of stage 0.
+        before: Time of the code before the call of the pipelined module, which returns the input of stage 0.
         after: Time of the code after the call, with its backward pass: head and loss. It runs at the end of the last
             stage's forward pass.
         before_backward: Time of the backward pass of the code before the call.
-        before_bytes: What the code before the call keeps for its backward pass.
-        after_bytes: What the code after the call takes while it runs.
+        before_bytes: The memory that the code before the call keeps for its backward pass.
+        after_bytes: The memory of the code after the call while it runs.
     """
 
     before: float = 0.0
@@ -51,18 +51,18 @@ class DriverCosts:
 
 @dataclass(frozen=True)
 class ActionCosts:
-    """What the actions of one micro-batch cost.
+    """The costs of the actions of one micro-batch.
 
     Attributes:
         forward: Time of a forward pass.
         backward: Time of a whole backward pass; usually about twice the forward pass.
-        input_grad: Time of the input gradients, where the backward pass is split. For a stage that cannot be split,
-            this is the time of the whole backward pass, and ``weight_grad`` is 0.
+        input_grad: Time of the input gradients, if the backward pass is split. For a stage that cannot be split, this
+            is the time of the whole backward pass, and ``weight_grad`` is 0.
         weight_grad: Time of the weight gradients.
-        transfer: Time to send the activations or gradients of one micro-batch from one process to another one.
-        activation_bytes: What a stage holds from the forward pass on.
-        kept_bytes: What of it the input gradients leave for the weight gradients; all of it if ``None``.
-        driver: What the driver runs outside the stages.
+        transfer: Time to send the activations or gradients of one micro-batch from one process to another.
+        activation_bytes: The memory that a stage holds from the forward pass on.
+        kept_bytes: The part that is kept from the input gradients to the weight gradients; all of it if ``None``.
+        driver: The costs of the driver's code outside the stages.
     """
 
     forward: PerStage = 1.0
@@ -80,15 +80,15 @@ class Simulation:
     """Times and memory of a table whose actions have given costs.
 
     Attributes:
-        rows: The simulated table; the driver's row also has the user's code, if that costs anything.
-        placement: Which process has which stages.
+        rows: The simulated table. The driver's row also has the user's code, if it costs anything.
+        placement: The process of each stage.
         start: Start time of each action, in the unit of the costs.
         end: End time of each action.
         total_time: End time of the last action.
         bubble_fraction: Idle share of the time of all processes, 0 to 1.
         peak_activations: For each stage, the maximum number of micro-batches whose forward pass has run and whose
             backward pass, with its weight gradients, has not.
-        peak_bytes: For each process, the maximum of what its stages hold for such micro-batches.
+        peak_bytes: For each process, the peak memory of its stages for such micro-batches.
     """
 
     rows: list[list[Computation]]
@@ -104,14 +104,14 @@ class Simulation:
 def simulate(table: ActionTable, costs: ActionCosts | None = None, *, placement: Placement | None = None) -> Simulation:
     """Simulate a table.
 
-    An action starts when its process has ended the action before it in the row, and when its inputs have arrived: a
-    forward pass needs the forward pass of the stage before; a backward pass or input gradients need the forward pass of
-    the same stage and the gradients of the stage after; weight gradients need the input gradients of the same stage.
+    An action starts when its process has ended the previous action of the row, and when its inputs have arrived. A
+    forward pass needs the forward pass of the previous stage. A backward pass or input gradients need the forward pass
+    of the same stage and the gradients of the next stage. Weight gradients need the input gradients of the same stage.
 
     Args:
         table: One row of actions per process.
-        costs: What actions cost; by default each takes one unit of time.
-        placement: Which process must have which stages; by default those whose actions it has.
+        costs: The costs of actions; by default each action takes one unit of time.
+        placement: The required process of each stage; by default the one that has its actions.
 
     Raises:
         ValueError: If the table lacks or repeats an action, has one on the wrong process, or deadlocks, or if a cost is
@@ -128,8 +128,8 @@ class PreparedTable:
 
     Args:
         table: The table.
-        placement: Which process must have which stages; by default those whose actions it has.
-        with_user_code: Whether the driver runs code before the call of the module: then its row is
+        placement: The required process of each stage; by default the one that has its actions.
+        with_user_code: Whether the driver runs code before the call of the module. In that case its row is
             :func:`driver_row`.
 
     Raises:
@@ -182,7 +182,7 @@ class PreparedTable:
         return [*seconds, costs.driver.before, costs.driver.before_backward]
 
     def ends(self, seconds: Sequence[float], transfer: float) -> list[float]:
-        """Return when each action ends, in the order in which they can run."""
+        """Return when each action ends, in an order in which actions can run."""
         _per_stage("transfer", transfer, 1)
         free = [0.0] * len(self.rows)
         ends: list[float] = []
@@ -209,9 +209,9 @@ class PreparedTable:
         return last
 
     def critical_path(self, costs: ActionCosts) -> list[Computation]:
-        """Return a chain of steps, each of which starts when the one before it has ended or its result has arrived.
+        """Return a chain of steps. Each step starts when the previous step has ended or its result has arrived.
 
-        The last one ends last of all, so only a change of the chain can make the total time shorter.
+        The chain ends with the last step of all, so only a change of the chain can shorten the total time.
         """
         ends = self.ends(self.seconds_of(costs), costs.transfer)
         previous: list[int] = []
@@ -239,7 +239,7 @@ class PreparedTable:
         return peak
 
     def peak_bytes(self, costs: ActionCosts) -> list[float]:
-        """Return the maximum of what each process holds for micro-batches."""
+        """Return the peak memory of each process for micro-batches."""
         num = self.placement.num_stages
         activations = _per_stage("activation_bytes", costs.activation_bytes, num)
         kept = activations if costs.kept_bytes is None else _per_stage("kept_bytes", costs.kept_bytes, num)
@@ -274,13 +274,13 @@ class PreparedTable:
 
 
 def with_driver_between(simulation: Simulation, driver: DriverCosts) -> Simulation:
-    """Add the driver's own part of a batch: before all forward passes, between them and the backward passes, and after.
+    """Add the driver's part of a batch: before all forward passes, between them and the backward passes, and after.
 
-    Under ``gpipe`` the stages wait meanwhile.
+    Under ``gpipe``, the stages wait while it runs.
 
     Args:
-        simulation: All forward passes, then all backward passes, without that part.
-        driver: What it costs for the whole batch.
+        simulation: All forward passes, then all backward passes, without the driver's part.
+        driver: The costs of the driver's part for the whole batch.
     """
     before, after, last = driver.before, driver.after, driver.before_backward
 
@@ -300,17 +300,17 @@ def with_driver_between(simulation: Simulation, driver: DriverCosts) -> Simulati
     if after:
         forward = max(step.microbatch for step in row if step[0] == "F")
         loss = next(step for step in row if isinstance(step, Action) and step[:2] == ("F", forward))
-        end[loss] += after  # as where it runs per micro-batch: at the end of the last stage's forward pass
+        end[loss] += after  # at the end of the last stage's forward pass, as if it ran per micro-batch
     busy = sum(end[step] - start[step] for step in end)
     idle = 1 - busy / (total * len(rows)) if total else 0.0
     return replace(simulation, rows=rows, start=start, end=end, total_time=total, bubble_fraction=idle)
 
 
 def on_cores(simulation: Simulation, cores: float, last: Sequence[float]) -> tuple[Simulation, float]:
-    """Let processes share cores: while more of them have work than there are cores, all take longer by the same factor.
+    """Simulate shared cores: while more processes have work than there are cores, all take longer by the same factor.
 
-    As all are slowed alike, no action overtakes another one, so only the time between starts and ends changes. Two
-    cores, four processes::
+    Because all are slowed equally, the order of actions stays the same, and only times change. Two cores, four
+    processes::
 
         without      A1 A1 A2 .           with       A1 A1 A1 A2 .
                      .  B1 .  .                      .  B1 B1 .  .
@@ -319,8 +319,8 @@ def on_cores(simulation: Simulation, cores: float, last: Sequence[float]) -> tup
 
     Args:
         simulation: The times with a core for each process.
-        cores: The number of cores for them.
-        last: What each process does after its row, in the unit of the costs, such as a step of the optimizer.
+        cores: The number of cores for all processes.
+        last: The time of each process after its row, in the unit of the costs, such as of an optimizer step.
 
     Returns:
         The times with these cores, and the end of everything.
@@ -350,11 +350,11 @@ def on_cores(simulation: Simulation, cores: float, last: Sequence[float]) -> tup
 def render(table: ActionTable | Simulation, *, time_per_column: float | None = None) -> str:
     """Draw the grid of processes and time: one row per process, ``.`` for idle time, ``=`` where an action continues.
 
-    Where each process has one stage, rows are called after stages, and actions do not repeat the number of the stage.
+    If each process has one stage, rows are named after stages, and actions do not repeat the number of the stage.
 
     Args:
         table: A simulation, or a table, which is then simulated with equal costs.
-        time_per_column: Time that a column covers; by default the time of the shortest action. The grid may omit an
+        time_per_column: Time of a column; by default the time of the shortest action. The grid may omit an
             action that is shorter than half a column.
 
     Raises:

@@ -32,11 +32,11 @@ class ModuleClient:
         self._forgotten: deque[int] = deque()  # the garbage collector may append from any thread
 
     def forget(self, number: int) -> None:
-        """Free the graph of a call of ``forward`` that will have no backward pass, with the next command."""
+        """With the next command, free the graph of a ``forward`` call that will have no backward pass."""
         self._forgotten.append(number)
 
     def start(self, command: ModuleCommand[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[Any]:
-        """Send a command, without waiting; :meth:`answer` takes the future."""
+        """Send a command without waiting. :meth:`answer` takes the returned future."""
         numbers = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
         calls: list[Call] = [(ModuleCommands.forget.__name__, (number,), {}) for number in numbers]
         calls.append((command.__name__, args, kwargs))
@@ -47,12 +47,12 @@ class ModuleClient:
         """Wait for the result of a command.
 
         Raises:
-            Exception: What the command raised, with the traceback of the other process as its cause.
+            Exception: The exception of the command, with the traceback of the other process as its cause.
             RuntimeError: If the process does not answer.
         """
         try:
             value = reply.wait()
-        except RuntimeError as error:  # of RPC; those of the module are in the answer
+        except RuntimeError as error:  # raised by RPC; the answer contains errors of the module
             others = f" (optimizer, zero_grad and step wait for all {self.num_callers} callers)"
             raise RuntimeError(
                 f"the remote module on {self.address} did not answer: {error}{others if self.num_callers > 1 else ''}"

@@ -1,7 +1,7 @@
 """The commands that callers send to a module on another process.
 
 :class:`~strategies.remote.client.ModuleClient` sends them; :class:`~strategies.remote.host.HostedModule` implements
-them. Tensors in arguments and results are on the CPU. What is sent when a model is trained:
+them. Tensors in arguments and results are on the CPU. Commands of a training step:
 
     forward(args, kwargs, wanted, grad)   the owner calls the module, keeps the graph, and returns outputs and a number
     backward(number, grads)               the owner runs the backward pass of that graph, adds to ``.grad`` of the
@@ -18,7 +18,7 @@ from strategies.commands.declaration import command
 
 
 class ModuleCommands(Protocol):
-    """What the owner of a module can be told to do."""
+    """The commands of the owner of a module."""
 
     @command(doing="describing itself")
     def facts(self) -> tuple[str, int]:
@@ -38,7 +38,7 @@ class ModuleCommands(Protocol):
         """Call a function with each submodule and with the module.
 
         Args:
-            packed: The function, by cloudpickle.
+            packed: The function, pickled with cloudpickle.
             state: The random states of the caller, of ``random`` and of torch on the CPU.
 
         Returns:
@@ -54,12 +54,12 @@ class ModuleCommands(Protocol):
         Args:
             args: Positional arguments.
             kwargs: Keyword arguments.
-            wanted: For each leaf of both, whether the caller will ask for its gradient.
-            grad: Whether there may be a backward pass.
+            wanted: For each leaf of all arguments, whether the caller needs its gradient.
+            grad: Whether a backward pass may follow.
 
         Returns:
-            The output; for each tensor in it whether it has a gradient; the number for :meth:`backward`, or ``None`` if
-            no tensor has a gradient.
+            The output; for each of its tensors whether it has a gradient; and the number for :meth:`backward`, or
+            ``None`` if no tensor has a gradient.
         """
 
     @command(doing="forget")
@@ -68,17 +68,17 @@ class ModuleCommands(Protocol):
 
     @command(doing="backward")
     def backward(self, number: int, grads: list[Tensor | None]) -> list[Tensor | None]:
-        """Run the backward pass of a call, and add to the gradients of the parameters their mean over the callers.
+        """Run the backward pass of a call, and accumulate the mean over the callers in the parameters' gradients.
 
         Args:
             number: The number that :meth:`forward` returned.
-            grads: The gradient of each output that has one, ``None`` where the loss did not use the output.
+            grads: The gradient of each output that has one; ``None`` for outputs that the loss did not use.
 
         Returns:
-            The gradient of each input for which it is wanted.
+            The gradient of each input whose gradient the caller needs.
 
         Raises:
-            RuntimeError: If there has been a backward pass of this call.
+            RuntimeError: If the backward pass of this call has already run.
         """
 
     @command(doing="num_graphs")
@@ -111,7 +111,7 @@ class ModuleCommands(Protocol):
 
     @command(doing="to")
     def to(self, dtype: torch.dtype) -> None:
-        """Convert parameters and buffers of floating point."""
+        """Convert floating-point parameters and buffers."""
 
     @command(doing="requires_grad_")
     def requires_grad_(self, flag: bool) -> None:
@@ -126,7 +126,7 @@ class ModuleCommands(Protocol):
         """Create an optimizer of all parameters.
 
         Args:
-            packed: Its class and its keyword arguments, by cloudpickle.
+            packed: Its class and its keyword arguments, pickled with cloudpickle.
 
         Returns:
             The number of the optimizer, the shapes of its parameters, and its hyperparameters.

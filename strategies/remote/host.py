@@ -22,7 +22,7 @@ from strategies.remote.commands import ModuleCommands
 
 
 class HostedModule(ModuleCommands):
-    """A module and its optimizers; see :class:`~strategies.remote.commands.ModuleCommands` for what it does.
+    """A module and its optimizers. :class:`~strategies.remote.commands.ModuleCommands` documents the methods.
 
     Args:
         module: The module.
@@ -31,12 +31,12 @@ class HostedModule(ModuleCommands):
     """
 
     hosts: ClassVar["weakref.WeakValueDictionary[int, Host[HostedModule]]"] = weakref.WeakValueDictionary()
-    """The host of each module that has one, by the module's ``id``: a host keeps its module."""
+    """The host of each hosted module, by the module's ``id``. A host keeps its module alive."""
 
     def __init__(self, module: nn.Module, device: str, num_callers: int) -> None:
         self.module, self._device, self._num_callers = module, device, num_callers
         self._optimizers: list[Optimizer] = []
-        # Not behind an RRef, which can only be sent from a thread of RPC.
+        # Not behind an RRef, which can only be sent from an RPC thread.
         self._graphs: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
         self._num_calls = 0
 
@@ -44,7 +44,7 @@ class HostedModule(ModuleCommands):
         return type(self.module).__name__
 
     def announce_failure(self) -> None:
-        """Do nothing: each caller waits for its own commands only."""
+        """Do nothing: each caller waits only for its own commands."""
 
     def facts(self) -> tuple[str, int]:
         return type(self.module).__name__, self._num_callers
@@ -52,7 +52,7 @@ class HostedModule(ModuleCommands):
     def check(self, device: str) -> None:
         if not isinstance(self.module, nn.Module):
             raise TypeError(f"module_rref refers to a {type(self.module).__name__}, not to an nn.Module")
-        named = torch.empty(0, device=device).device  # "cuda" is the current one
+        named = torch.empty(0, device=device).device  # "cuda" is the current device
         for tensor in (*self.module.parameters(), *self.module.buffers()):
             if tensor.device != named:
                 raise ValueError(f"the module is on {tensor.device}, but remote_device says {device}")
@@ -74,7 +74,7 @@ class HostedModule(ModuleCommands):
         leaves = [leaf.to(self._device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         inputs = [leaf.requires_grad_() for leaf, flag in zip(leaves, wanted, strict=True) if flag]
         with torch.set_grad_enabled(grad):
-            # A leaf of autograd could not be changed in place.
+            # The module could not change an autograd leaf in place.
             passed = [leaf.clone() if flag else leaf for leaf, flag in zip(leaves, wanted, strict=True)]
             args, kwargs = tree_unflatten(passed, spec)
             output = self.module(*args, **kwargs)
@@ -89,7 +89,7 @@ class HostedModule(ModuleCommands):
         return sent, flags, self._num_calls
 
     def call_recorded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the module and leave its backward pass to distributed autograd. RPC calls this, it is not a command."""
+        """Call the module and leave its backward pass to distributed autograd. RPC calls this directly."""
         args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(self._device), (args, kwargs))
         output = self.module(*args, **kwargs)
         return tree_map_only(Tensor, lambda tensor: tensor.cpu(), output)
@@ -100,8 +100,8 @@ class HostedModule(ModuleCommands):
     def backward(self, number: int, grads: list[Tensor | None]) -> list[Tensor | None]:
         if number not in self._graphs:
             raise RuntimeError(
-                "a second backward pass through one call of a remote module: the first one has freed what it needs, "
-                "also with retain_graph=True. Call the module again."
+                "a second backward pass through one call of a remote module: the first pass has freed its graph, even "
+                "with retain_graph=True. Call the module again."
             )
         inputs, outputs = self._graphs.pop(number)
         pairs = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if grad is not None]
@@ -127,7 +127,7 @@ class HostedModule(ModuleCommands):
     def load_state_dict(self, state: dict[str, Any]) -> tuple[list[str], list[str], list[str]]:
         try:
             keys = self.module.load_state_dict(OrderedDict(state), strict=False)
-        except RuntimeError as error:  # other shapes
+        except RuntimeError as error:  # the shapes differ
             return [], [], [str(error)]
         return keys.missing_keys, keys.unexpected_keys, []
 
@@ -163,7 +163,7 @@ class HostedModule(ModuleCommands):
 
 
 def host_new_module(packed: bytes, device: str, num_callers: int) -> Host[HostedModule]:
-    """Host a module that does not exist yet; the first command creates it, and reports an exception of its class.
+    """Host a module that does not exist yet. The first command creates the module, and reports exceptions of its class.
 
     Args:
         packed: A class or a function that returns a module, positional and keyword arguments, by cloudpickle.
@@ -187,12 +187,12 @@ def host_new_module(packed: bytes, device: str, num_callers: int) -> Host[Hosted
         return hosted
 
     host = Host(create, ModuleCommands, name="Module", activity=activity, num_callers=num_callers)
-    own = weakref.ref(host)  # the thread of a host must not keep it
+    own = weakref.ref(host)  # the host's thread must not keep the host alive
     return host.start()
 
 
 def host_existing_module(module: Any, device: str, num_callers: int) -> Host[HostedModule]:
-    """Host the object behind the ``RRef``, or return the host that it has already."""
+    """Host the object behind the ``RRef``, or return its existing host."""
     value = module.local_value()
     hosted = HostedModule(value, device, num_callers)
     new = Host(lambda: hosted, ModuleCommands, name=hosted.describe(), activity=Activity(), num_callers=num_callers)
@@ -212,7 +212,7 @@ def parameters_of(host: Any, recurse: bool) -> list[Any]:
 
 
 def call_module(host: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the module within the caller's context of distributed autograd, on the thread of RPC for that context."""
+    """Call the module within the caller's distributed autograd context, on the RPC thread for this context."""
     return host.local_value().hosted.call_recorded(args, kwargs)
 
 

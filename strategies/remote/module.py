@@ -1,4 +1,4 @@
-"""``RemoteModule``: a module on another process that is used, trained and saved like a local one.
+"""``RemoteModule``: a module in another process that is used, trained and saved like a local module.
 
 ``torch.distributed.nn.RemoteModule`` also places a module on another process and calls it. Its backward pass trains
 nothing outside of a distributed autograd context, and ``loss.backward()`` fails within one; it refuses ``parameters``,
@@ -44,31 +44,31 @@ from strategies.remote.optimizer import RemoteOptimizer
 
 
 class RemoteModule(nn.Module):
-    """A module that lives on another process of ``torch.distributed.rpc``.
+    """A module in another process of ``torch.distributed.rpc``.
 
-    ``loss.backward()`` goes through it and adds to ``.grad`` of its parameters there; :meth:`optimizer` steps them.
-    ``state_dict`` and ``load_state_dict``, ``train`` and ``eval``, ``double`` and the like reach it, also those of a
-    model around it. Its parameters are not among that model's, so ``DistributedDataParallel`` and local optimizers
-    leave them alone.
+    ``loss.backward()`` runs through the module and adds to ``.grad`` of its parameters in their process. An optimizer
+    made with :meth:`optimizer` steps them. ``state_dict``, ``load_state_dict``, ``train``, ``eval``, ``double`` and
+    similar methods apply to the module, also when they are called on a model that contains it. The parameters are not
+    parameters of that model, so ``DistributedDataParallel`` and local optimizers ignore them.
 
-    It can be sent to other processes by RPC, and they call the same module; attributes and hooks that were added to
-    this object stay here. If several processes train it, each on its share of a batch, tell by ``num_callers``:
-    gradients are then means over the callers, as DDP makes them, and ``zero_grad`` and ``step`` happen once, when all
-    callers have asked for them.
+    The object can be sent to other processes by RPC, which then call the same module. Attributes and hooks that were
+    added to the object are not sent. If several processes train the module, each on its share of a batch, set
+    ``num_callers``: gradients are then means over the callers, as under DDP, and ``zero_grad`` and ``step`` run once,
+    when all callers have called them.
 
     Args:
         remote_device: ``"<workername>/<device>"`` or ``"rank:<rank>/<device>"``, such as ``"ps/cuda:0"``; without
             a device it is the CPU.
         module_cls: A class, or a function that returns a module. It is pickled by value if it is defined in a script.
-        args: Its arguments.
-        kwargs: Its keywords.
-        num_callers: How many processes train it together.
+        args: Positional arguments of ``module_cls``.
+        kwargs: Keyword arguments of ``module_cls``.
+        num_callers: The number of processes that train the module together.
 
     Raises:
         RuntimeError: If RPC is not initialised in this process.
-        ValueError: For an address that RPC does not know, no callers, or a class that makes no module.
+        ValueError: If RPC does not know the address, if there are no callers, or if the class returns no module.
         TypeError: If the class or its arguments cannot be pickled.
-        Exception: What the class itself raises, with the traceback there as its cause.
+        Exception: Any exception of the class, with the remote traceback as its cause.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class RemoteModule(nn.Module):
         make = self._packed(
             module_cls,
             (module_cls, tuple(args or ()), dict(kwargs or {})),
-            "Make there what cannot travel: give a function that returns the module.",
+            "Create objects that cannot be sent in the other process: pass a function that returns the module.",
         )
         self._connect(
             ModuleClient(rpc.remote(worker, host_new_module, args=(make, device, num_callers)), self._address)
@@ -96,14 +96,14 @@ class RemoteModule(nn.Module):
 
     @classmethod
     def init_from_module_rref(cls, remote_device: str, module_rref: Any, *, num_callers: int = 1) -> "RemoteModule":
-        """Makes a remote module of a module that another process holds already.
+        """Make a remote module of a module that already exists in another process.
 
-        All remote modules of one module share its optimizers and take turns.
+        All remote modules of one module share its optimizers, and their commands run one at a time.
 
         Args:
             remote_device: The process that owns the module, and the device that the module is on.
             module_rref: An ``RRef`` to the module, such as :meth:`get_module_rref` returns.
-            num_callers: As in the constructor. A module that a ``RemoteModule`` has made keeps the number given there.
+            num_callers: As in the constructor. If a ``RemoteModule`` created the module, its number is kept.
 
         Raises:
             ValueError: If ``remote_device`` names a process that does not own the module, or another device.
@@ -133,27 +133,27 @@ class RemoteModule(nn.Module):
         self.module_rref = rpc.remote(client.host.owner(), module_of, args=(client.host,))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module and waits for what it returns.
+        """Call the module and wait for its result.
 
         Args:
-            args: As the module takes them; nestings of tuples, lists and dicts may hold tensors.
-            kwargs: Likewise.
+            args: Positional arguments of the module. Nested tuples, lists and dicts may contain tensors.
+            kwargs: Keyword arguments of the module, likewise.
 
         Returns:
-            What the module returned; its tensors are on the device of the first tensor among the arguments.
+            The result of the module. Its tensors are on the device of the first tensor among the arguments.
 
         Raises:
-            Exception: What the module raised, with the traceback there as its cause.
+            Exception: The exception of the module, with the remote traceback as its cause.
             RuntimeError: If the process does not answer.
-            TypeError: If a tensor with a gradient is in an object of another kind, there or here.
+            TypeError: If an object that is not a tuple, list or dict contains a tensor with a gradient.
         """
         return self.forward_async(*args, **kwargs).wait()
 
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Calls the module and does not wait; ``wait()`` of the future returns or raises what :meth:`forward` would.
+        """Call the module without waiting. ``wait()`` of the future returns or raises what :meth:`forward` would.
 
-        Within a context of ``torch.distributed.autograd``, the call is recorded there, as that of torch's own
-        ``RemoteModule`` is: ``dist_autograd.backward(context_id, [loss])`` gathers the gradients in the context, for a
+        Within a context of ``torch.distributed.autograd``, the context records the call, as with torch's
+        ``RemoteModule``: ``dist_autograd.backward(context_id, [loss])`` gathers the gradients in the context, for a
         ``DistributedOptimizer`` over :meth:`remote_parameters`, and nothing is added to ``.grad``.
         """
         if in_distributed_autograd():
@@ -178,7 +178,7 @@ class RemoteModule(nn.Module):
             if number is not None:
                 backward = partial(self._backward, number)
                 weakref.finalize(backward, self._client.forget, number).atexit = False
-                with torch.enable_grad():  # of this thread, which is RPC's
+                with torch.enable_grad():  # for this RPC thread
                     output = with_backward(output, flags, inputs, backward)
             done.set_result(output)
         except Exception as error:
@@ -193,10 +193,10 @@ class RemoteModule(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names of the parameters, and copies of what they are now, on the CPU, with their gradients.
+        """Yield the names of the parameters and copies of their current values on the CPU, with their gradients.
 
-        The copies are for reading: an optimizer over them, or clipping their gradients, raises an error. Without
-        ``recurse`` there are none: DDP and the like ask each module for its own, and would take them for local ones.
+        The copies are read-only: an optimizer over them, or clipping their gradients, raises an error. Without
+        ``recurse``, yields nothing, because DDP and similar code would treat the copies as local parameters.
         """
         for name, value, grad, requires_grad in self._client.call(ModuleCommands.parameters) if recurse else ():
             with torch.inference_mode():  # inference tensors cannot be changed outside of inference mode
@@ -207,7 +207,7 @@ class RemoteModule(nn.Module):
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """Names of the buffers, and copies of what they are now, on the CPU; without ``recurse`` none."""
+        """Yield the names of the buffers and copies of their values on the CPU; without ``recurse``, yield nothing."""
         for name, value in self._client.call(ModuleCommands.buffers) if recurse else ():
             yield f"{prefix}.{name}" if prefix else name, value
 
@@ -218,16 +218,16 @@ class RemoteModule(nn.Module):
         return self
 
     def requires_grad_(self, requires_grad: bool = True) -> "RemoteModule":
-        """Freeze or thaw all parameters."""
+        """Freeze or unfreeze all parameters."""
         self._client.call(ModuleCommands.requires_grad_, requires_grad)
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, once all callers have asked for it."""
+        """Clear the gradients when all callers have called this."""
         self._client.call(ModuleCommands.zero_grad, set_to_none)
 
     def optimizer(self, cls: Callable[..., Optimizer], **options: Any) -> RemoteOptimizer:
-        """Create an optimizer of all parameters on the process of the module; all callers create it together.
+        """Create an optimizer of all parameters in the process of the module. All callers create it together.
 
         Args:
             cls: Class of the optimizer.
@@ -239,20 +239,20 @@ class RemoteModule(nn.Module):
         )
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> "RemoteModule":
-        """Calls ``fn`` with each submodule and with the module itself, on the process where they are.
+        """Call ``fn`` with each submodule and with the module itself, in the process of the module.
 
-        What ``fn`` draws there from torch's CPU generator and from Python's ``random`` continues the sequences of this
-        process, which go on from there afterwards. So ``model.apply(init)`` gives a model around a remote module the
-        values that it would have in one process. A module on a GPU draws from that GPU's generator.
+        Random numbers that ``fn`` draws from torch's CPU generator and from Python's ``random`` continue the sequences
+        of this process, which then continue after them. So ``model.apply(init)`` gives a model that contains a remote
+        module the values that it would have in one process. A module on a GPU uses the generator of this GPU.
 
         Args:
-            fn: It is sent by cloudpickle. Each call of a ``RemoteModule`` takes effect, whatever ``num_callers`` is.
+            fn: The function, sent with cloudpickle. Every call takes effect, regardless of ``num_callers``.
 
         Raises:
-            TypeError: If ``fn`` cannot be sent, such as a method of a model around this module.
-            RuntimeError: If ``fn`` has changed an object of its own, such as a list of this process: the change would
-                be lost.
-            Exception: What ``fn`` raises.
+            TypeError: If ``fn`` cannot be sent, such as a method of a model that contains this module.
+            RuntimeError: If ``fn`` changed an object to which it refers, such as a list of this process. The change
+                would be lost.
+            Exception: Any exception of ``fn``.
         """
         name = getattr(fn, "__qualname__", repr(fn))
         packed = self._packed(
@@ -267,28 +267,28 @@ class RemoteModule(nn.Module):
         if changed:
             raise RuntimeError(
                 f"{name} has changed an object that it refers to while it was applied to the {self._class_name} on "
-                f"{self._address}; that object is a copy there, so the change is lost here. The module itself has what "
-                "the function did to it. Read what you need by state_dict(), or by "
+                f"{self._address}; that object is a copy there, so the change is lost here. The changes to the module "
+                "itself are kept. Read what you need with state_dict(), or with "
                 "rpc.rpc_sync(worker, function, args=(remote_module.get_module_rref(),))."
             )
         return self
 
     def get_module_rref(self) -> Any:
-        """An ``RRef`` to the module, the same as :attr:`module_rref`.
+        """Return an ``RRef`` to the module, the same as :attr:`module_rref`.
 
-        Methods called through it (``get_module_rref().rpc_sync().eval()``) run on a thread of RPC. Their backward pass
-        is torch's: ``torch.distributed.autograd``.
+        Methods called through it (``get_module_rref().rpc_sync().eval()``) run on an RPC thread. Their backward pass
+        uses ``torch.distributed.autograd``.
         """
         return self.module_rref
 
     def remote_parameters(self, recurse: bool = True) -> list[Any]:
-        """``RRef`` to each parameter, such as ``torch.distributed.optim.DistributedOptimizer`` takes.
+        """Return an ``RRef`` to each parameter, as ``torch.distributed.optim.DistributedOptimizer`` takes them.
 
         Such an optimizer takes its gradients from a context of ``torch.distributed.autograd``; see
         :meth:`forward_async`. :meth:`optimizer` needs none.
 
         Args:
-            recurse: Also those of submodules.
+            recurse: Whether to include the parameters of submodules.
         """
         references: list[Any] = rpc.rpc_sync(
             self._client.host.owner(), parameters_of, args=(self._client.host, recurse)
@@ -296,9 +296,9 @@ class RemoteModule(nn.Module):
         return references
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> NoReturn:
-        """Refused, as by torch's ``RemoteModule``: the module is on another process.
+        """Always raise an error, as torch's ``RemoteModule`` does: the module is in another process.
 
-        So is what comes to the same, ``remote.weight = nn.Parameter(...)``.
+        The equivalent ``remote.weight = nn.Parameter(...)`` also raises an error.
 
         Raises:
             ValueError: Always.
@@ -306,19 +306,19 @@ class RemoteModule(nn.Module):
         raise _not_supported("register_parameter")
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> NoReturn:
-        """Refused; see :meth:`register_parameter`."""
+        """Always raise an error; see :meth:`register_parameter`."""
         raise _not_supported("register_buffer")
 
     def add_module(self, name: str, module: nn.Module | None) -> NoReturn:
-        """Refused; see :meth:`register_parameter`."""
+        """Always raise an error; see :meth:`register_parameter`."""
         raise _not_supported("add_module")
 
     def register_module(self, name: str, module: nn.Module | None) -> NoReturn:
-        """Refused; see :meth:`register_parameter`."""
+        """Always raise an error; see :meth:`register_parameter`."""
         raise _not_supported("register_module")
 
     def share_memory(self) -> NoReturn:
-        """Refused; see :meth:`register_parameter`."""
+        """Always raise an error; see :meth:`register_parameter`."""
         raise _not_supported("share_memory")
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -327,7 +327,7 @@ class RemoteModule(nn.Module):
         super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what another process needs to call the module, as torch's ``RemoteModule`` sends it."""
+        """Return what another process needs to call the module, in the form of torch's ``RemoteModule``."""
         fresh = vars(nn.Module())
         added = [
             name
@@ -350,7 +350,7 @@ class RemoteModule(nn.Module):
         return f"{self._class_name} on {self._address}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RemoteModule":
-        """Has ``double``, ``to(dtype)`` and the like done there; the device is that of the address."""
+        """Apply ``double``, ``to(dtype)`` and similar methods in the module's process. The device does not change."""
         dtypes = {fn(torch.empty(0, dtype=dtype)).dtype for dtype in (torch.float32, torch.float64)}
         if len(dtypes) == 1:
             self._client.call(ModuleCommands.to, dtypes.pop())
@@ -380,7 +380,7 @@ class RemoteModule(nn.Module):
     def _packed(self, function: Callable[..., Any], thing: Any, advice: str) -> bytes:
         try:
             return cloudpickle.dumps(thing)
-        except Exception as error:  # pickling raises whatever the user's objects raise
+        except Exception as error:  # methods of the user's objects may raise any exception
             name = getattr(function, "__name__", repr(function))
             raise TypeError(
                 f"{name} cannot be sent to {self._address}, as it or its arguments cannot be pickled: {error}. {advice}"

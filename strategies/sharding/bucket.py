@@ -1,4 +1,4 @@
-"""Buckets: parameters whose gradients are sent together to their owner, and whose new values are sent together back."""
+"""Buckets: parameters whose gradients are sent to their owner together, and whose new values are returned together."""
 
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -10,7 +10,7 @@ from torch.autograd.graph import increment_version
 from strategies.sharding.transfer import Exchange
 
 _LARGE_BYTES = 2**17
-"""Tensors of at least this size are sent without a copy; smaller ones share a buffer, to send fewer messages."""
+"""Tensors of at least this size are sent without a copy. Smaller tensors share a buffer, to send fewer messages."""
 
 _ALIGNMENT_BYTES = 64
 """Alignment of torch's CPU allocator."""
@@ -24,8 +24,8 @@ class Bucket:
         owner: The rank that steps the parameters; ``None`` if no optimizer has them.
         optimizer: Number of their optimizer.
         as_view: Store the parameters in one buffer, so that values are sent without being copied.
-        packed: Copy all gradients into one buffer, which can be summed in place (a gradient may share its memory with
-            that of another parameter). Otherwise large gradients are sent without a copy.
+        packed: Copy all gradients into one buffer, which can be summed in place (the gradients of two parameters may
+            share memory). Otherwise large gradients are sent without a copy.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Bucket:
                 parameter.data = part.copy_(parameter.data)
 
     def release(self) -> None:
-        """Give each parameter its own memory again."""
+        """Move each parameter to separate memory again."""
         if self._values is not None:
             for parameter in self.parameters:
                 parameter.data = parameter.data.clone()
@@ -61,7 +61,7 @@ class Bucket:
         return parameter.grad is not None and reference is not None and reference() is parameter.grad
 
     def forget_reduced(self, parameter: Tensor) -> None:
-        """Treat the gradient of a parameter as this rank's own from now on."""
+        """Treat the gradient of a parameter as not yet averaged."""
         self._reduced.pop(parameter, None)
 
     def set_reduced_aside(self, wanted: Sequence[Tensor]) -> None:
@@ -75,8 +75,8 @@ class Bucket:
         """Move gradients into buffers.
 
         Args:
-            wanted: Parameters to include; one without a gradient counts as zero.
-            marked: Whether the last buffer ends with a flag for each parameter that tells whether it has a gradient.
+            wanted: Parameters to include. A missing gradient counts as zero.
+            marked: Whether the last buffer ends with a flag for each parameter: whether it has a gradient.
         """
         marks = [p.grad is not None for p in wanted]
         grads = {p: torch.zeros_like(p) if p.grad is None else p.grad for p in wanted}
@@ -131,7 +131,7 @@ class Bucket:
                         part.copy_(parameter)
         wait = exchange.start_broadcast(pieces, self.owner, number)
         if not mine:
-            increment_version(self.parameters)  # autograd graphs that need an old value raise
+            increment_version(self.parameters)  # so that autograd graphs that need an old value raise an error
 
         def finish() -> None:
             wait()

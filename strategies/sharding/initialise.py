@@ -1,4 +1,4 @@
-"""Initial values of models built on the ``meta`` device, given unit by unit, so that no process holds all of them."""
+"""Initialise models built on the ``meta`` device unit by unit, so that no process holds the whole model."""
 
 from collections.abc import Collection
 
@@ -16,7 +16,7 @@ def check_initial_values(model: nn.Module, *, has_checkpoint: bool) -> None:
         has_checkpoint: Whether parameters and persistent buffers are loaded afterwards.
 
     Raises:
-        ValueError: If one cannot.
+        ValueError: If a module cannot be given values.
     """
     loaded = set(model.state_dict(keep_vars=True).values()) if has_checkpoint else set()
     for path, module in model.named_modules():
@@ -24,17 +24,17 @@ def check_initial_values(model: nn.Module, *, has_checkpoint: bool) -> None:
         if lacking and initialiser(model, path) is None:
             kind = type(module).__name__
             raise ValueError(
-                f"{lacking[0]} of {path or kind} is on the meta device, but {kind} has no method reset_parameters that "
-                "would give it a value. Add one, or build the module on a real device."
+                f"{lacking[0]} of {path or kind} is on the meta device, but {kind} has no method reset_parameters to "
+                "initialise it. Add this method, or build the module on a real device."
             )
 
 
 def give_values(model: nn.Module, modules: Collection[nn.Module], device: torch.device) -> None:
-    """Give some modules of a model memory and initial values, where they are on the ``meta`` device.
+    """Allocate and initialise those tensors of some modules that are on the ``meta`` device.
 
-    A module is initialised by ``_init_weights`` of the model of Hugging Face that it is a part of, else by its own
-    ``reset_parameters``, from a seed made of the process's seed and its name. What has values keeps them. What has no
-    such method becomes NaN until a checkpoint is loaded.
+    ``_init_weights`` of the enclosing Hugging Face model initialises a module; in other models, the module's
+    ``reset_parameters`` does. The seed depends on the process's seed and the module's name. Tensors with values keep
+    them. Tensors without such a method become NaN until a checkpoint is loaded.
     """
     wanted, made = set(modules), dict[Tensor, Tensor]()
     for path, module in model.named_modules():
@@ -44,7 +44,7 @@ def give_values(model: nn.Module, modules: Collection[nn.Module], device: torch.
         for table in (module._parameters, module._buffers):
             for name, tensor in table.items():
                 if tensor is not None and tensor.is_meta:
-                    if tensor in made:  # tied to a tensor that has its value
+                    if tensor in made:  # tied to a tensor that is already initialised
                         kept.append((made[tensor], made[tensor].detach().clone()))
                     else:
                         made[tensor] = _with_memory(tensor, device)

@@ -44,10 +44,10 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules of a model whose parameters are gathered together, by path.
 
-    These are the entries of the lists of blocks that a model of Hugging Face names in ``_no_split_modules``; for other
-    models those of every ``nn.ModuleList`` and ``nn.Sequential``, except for lists inside such an entry. A block that
-    shares a parameter or a module with another part of the model is left out, since only one unit can hold the
-    parameter.
+    These are the entries of the lists of blocks that a Hugging Face model names in ``_no_split_modules``. For other
+    models, they are the entries of every ``nn.ModuleList`` and ``nn.Sequential``, except for lists inside such an
+    entry. A block that shares a parameter or a module with another part of the model is left out, since only one unit
+    can hold the parameter.
     """
     paths = lists_of_blocks(model)
     if not paths:
@@ -79,7 +79,7 @@ def _with_repetitions(model: nn.Module) -> list[nn.Module]:
 
 
 def _has_its_own(block: nn.Module, places: Mapping[Tensor, int]) -> bool:
-    """Return whether a block has parameters, and no other part of the model has one of them."""
+    """Return whether a block has parameters, and no other part of the model uses one of them."""
     inside: dict[Tensor, int] = {}
     for module in _with_repetitions(block):
         for parameter in module._parameters.values():
@@ -92,7 +92,7 @@ def check_model(model: nn.Module) -> None:
     """Check that the parameters of a model can be divided by rows.
 
     Raises:
-        ValueError: If they cannot.
+        ValueError: If they cannot be divided.
     """
     units = {**find_blocks(model), "": model}
     taken: set[Tensor] = set()
@@ -113,8 +113,8 @@ def check_model(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             raise ValueError(
-                f"{name or type(model).__name__} has been given to fully_shard already. Leave that out: stage=3 calls "
-                "it. If the model is from an earlier run that kept its parameters divided or failed, build a new one "
+                f"fully_shard has already been applied to {name or type(model).__name__}. Leave it out: stage=3 calls "
+                "it. If the model is from an earlier run that kept its parameters divided or failed, build a new model "
                 "and load a checkpoint."
             )
         if compiled_call(module) is not None or name.rpartition(".")[2] == "_orig_mod":
@@ -131,15 +131,15 @@ def _check_same_model(model: nn.Module, group: ProcessGroup) -> None:
     dist.all_reduce(table, dist.ReduceOp.MAX, group=group)
     if table[0] != -table[1]:
         raise ValueError(
-            f"the ranks have built {type(model).__name__} with parameters of other names, shapes or types. Build the "
-            "same model on every rank."
+            f"the parameters of {type(model).__name__} differ between ranks in name, shape or type. Build the same "
+            "model on every rank."
         )
 
 
 def _reason(parameter: Tensor) -> str:
     """Return why a parameter cannot be divided by rows, or an empty string."""
     if is_lazy(parameter):
-        return "it has no shape yet, being of a lazy layer; run a batch through the model before fit"
+        return "it has no shape yet, because its layer is lazy; run a batch through the model before fit"
     if parameter.ndim == 0:
         return "it is a scalar; give it the shape [1], or use stage=2"
     if not parameter.is_contiguous():
@@ -154,20 +154,20 @@ def _reason(parameter: Tensor) -> str:
 class ShardedModel:
     """A model whose parameters are divided by rows.
 
-    While it is divided, the parameters of the model are ``DTensor`` objects outside of its passes. The original
-    parameter objects come back, with whole values, by :meth:`gather`.
+    While the model is divided, its parameters are ``DTensor`` objects outside of passes. :meth:`gather` restores the
+    original parameter objects, with whole values.
 
     Args:
-        model: The model, with the same parameters on every rank; the values become those of rank 0.
+        model: The model, with the same parameters on every rank. All ranks get the values of rank 0.
         group: The ranks, on the backend of the device.
         host_group: The same ranks, on gloo.
         device: The device of this rank.
-        find_unused: Backward passes may leave out parameters, different ones on each rank.
-        has_checkpoint: Whether weights are loaded afterwards, so that what is on the ``meta`` device needs no initial
+        find_unused: Backward passes may leave out parameters, and these may differ between ranks.
+        has_checkpoint: Whether weights are loaded afterwards, so that tensors on the ``meta`` device need no initial
             values.
 
     Raises:
-        ValueError: If the model cannot be divided; it is unchanged then.
+        ValueError: If the model cannot be divided. It is then unchanged.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class ShardedModel:
         self._classes: dict[nn.Module, type[nn.Module]] = {}
         self._slots: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._sharded: dict[Tensor, DTensor] = {}
-        """The divided parameter of each original one."""
+        """The divided parameter of each original parameter."""
         self._hooks: dict[Tensor, RemovableHandle] = {}
         self._marks: list[RemovableHandle] = []
         self._reached: set[Tensor] = set()
@@ -233,7 +233,7 @@ class ShardedModel:
         self._marks.append(unit.register_forward_pre_hook(partial(self._enter, number, slots)))
 
     def gather(self) -> None:
-        """Give the model its original parameters back, with whole values. Every rank calls this."""
+        """Restore the model's original parameters, with whole values. Every rank calls this."""
         for divided in self._sharded.values():
             divided.grad = None  # makes room for whole values
         for original, divided in self._sharded.items():
@@ -243,7 +243,7 @@ class ShardedModel:
         self._restore()
 
     def give_up(self) -> None:
-        """Give the model parameters without values, after a rank has failed."""
+        """Restore the model's original parameters, without values, after a rank has failed."""
         self._restore()
         lost = {
             original: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad)
@@ -275,23 +275,23 @@ class ShardedModel:
 
     @property
     def parameters(self) -> dict[str, DTensor]:
-        """The divided parameters, by each of their names in a state dict of the model."""
+        """The divided parameters, by each of their names in the model's state dict."""
         return {name: p for name, p in self.model.state_dict().items() if isinstance(p, DTensor)}
 
     @property
     def originals(self) -> dict[Tensor, Tensor]:
-        """The original parameter of each divided one."""
+        """The original parameter of each divided parameter."""
         return {divided: original for original, divided in self._sharded.items()}
 
     def reshard(self) -> None:
-        """Release the parameters of the root, so that the parameters of the model are the divided ones."""
+        """Release the parameters of the root, so that the model has its divided parameters."""
         cast(FSDPModule, self.model).reshard()
 
     # Passes
 
     @contextmanager
     def training_step(self) -> Iterator[None]:
-        """Within this, the parameters of the root stay gathered after a call of the model, for the backward pass."""
+        """Context in which the root's parameters stay gathered after a call of the model, for the backward pass."""
         self._in_training_step = True
         try:
             yield
@@ -308,7 +308,7 @@ class ShardedModel:
             self.reshard()
 
     def _enter(self, number: int, slots: Iterable[tuple[nn.Module, str, nn.Parameter]], *args: Any) -> None:
-        """Note that a unit runs, and which of its parameters will get a gradient."""
+        """Record that a unit runs, and which of its parameters will get a gradient."""
         if not torch.is_grad_enabled():
             return
         self._calls.append(number)
@@ -320,7 +320,7 @@ class ShardedModel:
                 )
 
     def before_backward(self) -> None:
-        """Start to note which parameters get a gradient."""
+        """Start to record which parameters get a gradient."""
         self._reached.clear()
         self._had_gradient = {p for p in self._sharded.values() if p.grad is not None}
 
@@ -328,7 +328,7 @@ class ShardedModel:
         """Check that the ranks have run the same blocks, and that no parameter was left out unless it may be.
 
         Raises:
-            RuntimeError: If not.
+            RuntimeError: If they have not, or if a parameter was left out.
         """
         calls, self._calls = hash(tuple(self._calls)) % 2**31, []
         trained = [(original, p) for original, p in self._sharded.items() if p.requires_grad]
@@ -342,9 +342,8 @@ class ShardedModel:
         dist.all_reduce(table, dist.ReduceOp.MAX, group=self._host_group)
         if table[0] != -table[1]:
             raise RuntimeError(
-                "the ranks have not run the same blocks of the model in the same order, so they have gathered other "
-                "parameters than they needed. Under stage=3 a model may not choose its blocks by the data of a rank; "
-                "use stage=2."
+                "the ranks have not run the same blocks of the model in the same order, so they have gathered the "
+                "wrong parameters. Under stage=3 a model may not choose its blocks by the data of a rank; use stage=2."
             )
         if missing and not self._find_unused:
             names = sorted(self._names[p] for p in missing)
@@ -360,10 +359,10 @@ class ShardedModel:
     # State dicts
 
     def with_rows(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state dict in which this rank's rows stand for the parameters, to be loaded.
+        """Return a state dict to load, in which this rank's rows replace the parameters.
 
         Args:
-            state: The state dict of the whole model; tensors in it may be divided already.
+            state: The state dict of the whole model. Its tensors may already be divided.
         """
         result = dict(state)
         for name, p in self.parameters.items():
@@ -378,7 +377,7 @@ class ShardedModel:
         """Gather a state dict of the model in the host memory of rank 0, tensor by tensor. Every rank calls this.
 
         Returns:
-            On rank 0 the state dict of one process; on the others one whose tensors have no values.
+            On rank 0 the state dict of one process; on all other ranks a state dict whose tensors have no values.
         """
         gathered: dict[tuple[int, torch.Size], Tensor] = {}  # tied parameters are one tensor, under several names
         for name, value in state.items():

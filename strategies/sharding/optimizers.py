@@ -1,10 +1,10 @@
-"""The user's optimizers, each of which steps on every rank the parameters that the rank owns.
+"""The user's optimizers. Each rank steps the parameters that it owns.
 
 Gradients are reduced to their owners, and new values are sent from the owners to all ranks:
 
     step at the end      backward ─▶ all gradients ─▶ step ─▶ new values
-    step in backward     backward ─▶ bucket ─▶ its step ─▶ its new values
-                              └────▶ bucket ─▶ its step ─▶ its new values
+    step in backward     backward ─▶ bucket ─▶ step of bucket ─▶ new values of bucket
+                              └────▶ bucket ─▶ step of bucket ─▶ new values of bucket
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -30,9 +30,9 @@ class ShardedOptimizers:
 
     Args:
         optimizers: The same optimizers on every rank.
-        parameters: All parameters that are or may be trained, by name, in the order in which the model uses them.
+        parameters: All trainable parameters, also frozen ones, by name, in the order in which the model uses them.
         group: The ranks.
-        whole_gradients: Every rank gets every gradient (ZeRO stage 1), or only the owner does (stage 2).
+        whole_gradients: Whether every rank gets every gradient (ZeRO stage 1), or only the owner (stage 2).
         step_in_backward: In a step with a closure, step each bucket as soon as its gradients are reduced.
         parameters_as_bucket_view: Store parameters in the buffers that are sent.
         find_unused_parameters: Backward passes may leave out parameters.
@@ -60,7 +60,7 @@ class ShardedOptimizers:
         self._buckets: list[Bucket] = []
         self._in_backward_of: Optimizer | None = None
         self._arguments: dict[str, Any] = {}
-        """Arguments of the step that runs."""
+        """The arguments of the current step."""
         self._stepped: set[Bucket] = set()
         self._exchange, self._sharing = Exchange(group), InFlight(LAG)
         self._undo = [
@@ -81,7 +81,7 @@ class ShardedOptimizers:
         self._up_to_date_buckets()
 
     def close(self) -> None:
-        """Restore optimizers and parameters; optimizer states stay divided."""
+        """Restore optimizers and parameters. Optimizer states stay divided."""
         for undo in self._undo:
             undo()
         self._undo = []
@@ -91,11 +91,11 @@ class ShardedOptimizers:
             bucket.release()
 
     def follow(self, loss: Tensor, *, communicate: bool) -> None:
-        """Reduce gradients in the backward pass of ``loss``; or only accumulate them, if ``communicate`` is false."""
+        """Reduce gradients in the backward pass of ``loss``, or only accumulate them if ``communicate`` is false."""
         self.reducer.follow(loss, communicate=communicate)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Send the new values to all ranks; called on every rank after each step."""
+        """Send the new values to all ranks. Called on every rank after each step."""
         if runs_own_code(optimizer) or not self.ownership.is_narrowed(optimizer):
             return
         self.ownership.widen(optimizer)
@@ -108,7 +108,7 @@ class ShardedOptimizers:
         Every rank calls this.
 
         Raises:
-            RuntimeError: If it returns something, and not the same on every rank.
+            RuntimeError: If the method returns different values on different ranks.
         """
         self.ownership.narrow(optimizer)
         try:
@@ -118,16 +118,16 @@ class ShardedOptimizers:
         with torch.inference_mode(False):  # validation may run in inference mode
             if self._undo:
                 self._share_values(optimizer)
-            else:  # after fit, when there are no buckets any more
+            else:  # after fit, when there are no buckets
                 for parameter, owner in self.ownership.owners.items():
                     dist.broadcast(parameter.data, owner, group=self._group)
 
         return same_result_on_ranks(optimizer, call, result, self._group)
 
     def clip_grad_norm(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale the gradients so that their common norm is at most ``max_norm``.
+        """Scale the gradients so that their total norm is at most ``max_norm``.
 
-        Norms of single parameters are combined in the order of ``torch.nn.utils.clip_grad_norm_``, on every rank.
+        Every rank combines the norms of single parameters in the order of ``torch.nn.utils.clip_grad_norm_``.
 
         Returns:
             The norm before clipping, a scalar.
@@ -150,7 +150,7 @@ class ShardedOptimizers:
         return total
 
     def any_rank(self, found: Tensor) -> None:
-        """Replace a scalar by its maximum over all ranks."""
+        """Replace a scalar with its maximum over all ranks."""
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
 
     def _share_values(self, optimizer: Optimizer) -> None:
@@ -167,7 +167,7 @@ class ShardedOptimizers:
     # Steps
 
     def _evaluate(self, optimizer: Optimizer, arguments: dict[str, Any], closure: Callable[[], Any]) -> Any:
-        """Call the closure, which computes gradients; buckets may be stepped as soon as their gradients are there."""
+        """Call the closure, which computes gradients. Buckets may be stepped as soon as their gradients are reduced."""
         self._in_backward_of, self._arguments = optimizer if self._step_in_backward else None, arguments
         try:
             return closure()
@@ -183,7 +183,7 @@ class ShardedOptimizers:
         if optimizer is None or bucket.optimizer is None or self.optimizers[bucket.optimizer] is not optimizer:
             return
         if bucket.owner == self.ownership.rank:
-            # A new copy for each step has the hyperparameters that the user's optimizer has now.
+            # A new copy for each step, with the current hyperparameters of the user's optimizer.
             part = restricted(optimizer, bucket.parameters)
             part.state = optimizer.state
             with Draws(part):
@@ -195,7 +195,7 @@ class ShardedOptimizers:
 
     def _up_to_date_buckets(self) -> list[Bucket]:
         """Include parameters that have been thawed, or added to an optimizer, since the last pass."""
-        taken_in = any(p in self._trained for p in self.ownership.take_in())  # was in a bucket without an owner
+        taken_in = any(p in self._trained for p in self.ownership.take_in())  # they were in buckets without an owner
         candidates = dict.fromkeys([*self._names, *self.ownership.owners])
         thawed = [p for p in candidates if p.requires_grad and p not in self._trained]
         if thawed or taken_in:

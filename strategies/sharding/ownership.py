@@ -1,7 +1,7 @@
-"""Ownership of parameters: each rank steps its share of every optimizer's parameters, and has states of those only.
+"""Ownership of parameters: each rank steps its share of every optimizer's parameters, and has only their states.
 
-Outside of a step, the groups of an optimizer are whole, and so is everything that a scheduler or a training loop reads.
-Within a step the groups contain the parameters of this rank only.
+Outside of a step, the groups of an optimizer are whole, as schedulers and training loops expect. Within a step, the
+groups contain only the parameters of this rank.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -15,15 +15,15 @@ from strategies.optim.restricted import narrowed, numbers_of, parameters_of
 
 
 class Ownership:
-    """Divides the parameters of optimizers among ranks; every rank computes the same result without communication.
+    """Divides the parameters of optimizers among ranks. Every rank computes the same result without communication.
 
     Parameters on the ``meta`` device belong to another stage and to none of these ranks.
 
     Args:
         optimizers: The same optimizers on every rank.
-        rank: This rank.
+        rank: The number of this rank.
         size: Number of ranks.
-        owners: Owners of parameters that have been assigned before; other parameters may be trained since.
+        owners: Owners that have been assigned before. Further parameters may have been added since.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Ownership:
         self.optimizer_of: dict[Tensor, int] = {
             p: number for number, own in enumerate(self.optimizers) for p in parameters_of(own) if p in self.owners
         }
-        """For each parameter the number of its optimizer."""
+        """For each parameter, the number of its optimizer."""
         self._narrowed: dict[Optimizer, ExitStack] = {}
         self.take_in()
         for optimizer in self.optimizers:  # some create states in their constructor
@@ -56,27 +56,27 @@ class Ownership:
         return [p for p in parameters_of(optimizer) if self.owners.get(p) == self.rank]
 
     def narrow(self, optimizer: Optimizer, done: Collection[Tensor] = ()) -> None:
-        """Leave this rank's parameters in the groups, except those in ``done``, which have been stepped already."""
+        """Reduce the groups to this rank's parameters, without those in ``done``, which have already been stepped."""
         self.widen(optimizer)  # after a step that failed
         scope = self._narrowed[optimizer] = ExitStack()
         scope.enter_context(narrowed(optimizer, [p for p in self.owned(optimizer) if p not in done]))
 
     def is_narrowed(self, optimizer: Optimizer) -> bool:
-        """Return whether a step is under way, or has failed."""
+        """Return whether a step is in progress or has failed."""
         return optimizer in self._narrowed
 
     def widen(self, optimizer: Optimizer) -> None:
-        """Make the groups whole again."""
+        """Restore the whole groups."""
         if (scope := self._narrowed.pop(optimizer, None)) is not None:
             scope.close()
 
     def widen_all(self) -> None:
-        """Make the groups of all optimizers whole again."""
+        """Restore the whole groups of all optimizers."""
         for optimizer in list(self._narrowed):
             self.widen(optimizer)
 
     def own_part(self, optimizer: Optimizer, states: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Return the states that this rank keeps, of those of a whole optimizer."""
+        """Return the part of a whole optimizer's states that this rank keeps."""
         mine = set(numbers_of(optimizer, self.owned(optimizer)))
         others = set(range(len(parameters_of(optimizer)))) - mine
         return {number: value for number, value in states.items() if number not in others}
@@ -92,14 +92,14 @@ class Ownership:
 
 
 def assign_owners(sizes: Sequence[int], loads: Sequence[int]) -> list[int]:
-    """Assign each item to a rank, the largest first, each to the rank with the smallest load (sorted-greedy).
+    """Assign each item, largest first, to the rank with the smallest load (sorted-greedy).
 
-    The largest load is at most 4/3 of that of the best partition (Graham, 1969), and nearly equal to the others if
-    items are small compared with a share.
+    The largest load is at most 4/3 of the largest load of the best partition (Graham, 1969). All loads are nearly equal
+    if items are small compared with a share.
 
     Args:
         sizes: Size of each item.
-        loads: Load of each rank before.
+        loads: The initial load of each rank.
 
     Returns:
         The rank of each item.

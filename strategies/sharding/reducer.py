@@ -1,11 +1,11 @@
-"""Reduces gradients to their owners while the backward pass goes on.
+"""Reduce gradients to their owners during the backward pass.
 
     backward pass   ──▶ a gradient is ready ──▶ its bucket is complete ──▶ 1 start the sum
-                                                                           │ (at most LAG others under way)
+                                                                           │ (with at most LAG sums in flight)
                                          3 the owner may step it ◀── 2 wait for the oldest sum
 
-Every rank does 1, 2 and 3 in the order of the buckets, so ranks never wait for each other in a circle. torch's own
-reducer has no owners and no callback after a bucket.
+Every rank does 1, 2 and 3 in the order of the buckets, so ranks never wait for each other in a cycle. torch's reducer
+has no owners and no callback after a bucket.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from strategies.sharding.bucket import Bucket
 from strategies.sharding.transfer import Exchange, InFlight
 
 LAG = 2
-"""Number of buckets whose sums are under way while the next one is filled, which hides their latency."""
+"""Number of buckets whose sums are in flight while the next bucket is filled, which hides their latency."""
 
 
 class Reducer:
@@ -26,10 +26,10 @@ class Reducer:
 
     Args:
         exchange: Connects the ranks.
-        whole: Every rank gets every gradient, as in DistributedDataParallel; otherwise only the owner gets it, and
-            other ranks have no gradient after the backward pass.
-        find_unused: Backward passes may leave out parameters, different ones on each rank.
-        prepare: Called at the start of a backward pass; returns the buckets.
+        whole: Whether every rank gets every gradient, as in DistributedDataParallel. Otherwise only the owner gets it,
+            and other ranks have no gradient after the backward pass.
+        find_unused: Backward passes may leave out parameters, and these may differ between ranks.
+        prepare: Called at the start of a backward pass. Returns the buckets.
         reduced: Called with each bucket when its gradients are averaged, on every rank in the same order.
         name_of: Names a parameter in messages.
     """
@@ -56,10 +56,10 @@ class Reducer:
         self._pass: int | None = None
         self._marked = find_unused
         self.has_local_gradients = False
-        """Whether gradients have been accumulated that have not been reduced."""
+        """Whether there are accumulated gradients that have not been reduced."""
 
     def watch(self, buckets: Sequence[Bucket]) -> None:
-        """Reduce the gradients of these buckets' parameters from now on."""
+        """Start to reduce the gradients of these buckets' parameters."""
         self._buckets = buckets
         self._bucket_of = {parameter: bucket for bucket in buckets for parameter in bucket.parameters}
         for parameter in self._bucket_of:
@@ -75,7 +75,7 @@ class Reducer:
     def follow(self, loss: Tensor, *, communicate: bool) -> None:
         """Reduce gradients in the backward pass of ``loss``; or only accumulate them, if ``communicate`` is false."""
         if loss.requires_grad:
-            # Runs when the pass begins, and has autograd call the reducer at its end.
+            # The hook runs when the pass begins, and makes autograd call the reducer at the end of the pass.
             loss.register_hook(lambda _: self._enter_pass() if communicate else self._check_accumulation())
 
     def complete(self) -> None:
@@ -114,8 +114,8 @@ class Reducer:
             return
         if parameter not in self._waiting[bucket]:
             raise RuntimeError(
-                f"parameter {self._name_of(parameter)} got a gradient twice in one backward pass, and the first one is "
-                "on its way to the other ranks already. Reentrant activation checkpointing does this: use "
+                f"parameter {self._name_of(parameter)} got a gradient twice in one backward pass, and the first "
+                "gradient has already been sent to other ranks. Reentrant activation checkpointing does this: use "
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
             )
         self._waiting[bucket].remove(parameter)
@@ -127,7 +127,7 @@ class Reducer:
         self._next += 1
         wanted, marked = self._wanted[bucket], self._marked
         if not wanted:
-            return  # frozen for this pass, on every rank
+            return  # the bucket is frozen in this pass, on every rank
         pieces = bucket.take_grads(wanted, marked=marked)
         wait = self._exchange.start_average(pieces, None if self._whole else bucket.owner, number)
 
@@ -146,8 +146,8 @@ class Reducer:
             names = sorted(map(self._name_of, missing))
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise RuntimeError(
-                f"the backward pass gave no gradient to {', '.join(names[:3])}{more}, so their ranks would wait for "
-                "ever. If parameters are left out on purpose, use ZeROStrategy(find_unused_parameters=True)."
+                f"the backward pass gave no gradient to {', '.join(names[:3])}{more}, so their ranks would wait "
+                "forever. If parameters are left out on purpose, use ZeROStrategy(find_unused_parameters=True)."
             )
         while self._next < len(self._buckets):
             self._start_next()
@@ -155,7 +155,7 @@ class Reducer:
         self.has_local_gradients = False
 
     def _check_accumulation(self) -> None:
-        """Refuse to add to an average that only the owner has, unless it is zero."""
+        """Refuse to accumulate into an average that only the owner has, unless it is zero."""
         if self._whole:
             return
         for parameter, bucket in self._bucket_of.items():

@@ -1,7 +1,7 @@
-"""The user's optimizers under ZeRO stage 3, each of which steps on every rank that rank's rows of all parameters.
+"""The user's optimizers under ZeRO stage 3. Each rank steps its rows of all parameters.
 
-Outside of a step, the groups of an optimizer hold the divided parameters of the model. Within a step they hold plain
-tensors in their place, the rows of this rank, so any optimizer works that updates each element by itself::
+Outside of a step, the groups of an optimizer hold the divided parameters of the model. Within a step, plain tensors
+with the rows of this rank replace them, so any optimizer works that updates each element independently::
 
     groups      DTensor [8, 5] ── before the step ─▶ rows [4, 5] ── after the step ─▶ DTensor [8, 5]
     state       of the rows, at all times
@@ -26,17 +26,17 @@ from strategies.sharding.rows import own_rows
 
 
 def check_parameters(optimizer: Optimizer) -> None:
-    """Check that an optimizer has divided parameters only.
+    """Check that an optimizer has only divided parameters.
 
     Raises:
-        ValueError: If it has others.
+        ValueError: If it has any other parameters.
     """
     others = [p for p in parameters_of(optimizer) if not isinstance(p, DTensor)]
     if others:
         raise ValueError(
-            f"{type(optimizer).__name__} has {len(others)} parameters that are not among the divided ones of the model."
-            " Under stage=3 build the optimizer in configure_optimizers, from self.parameters(), and do not keep it, or"
-            " a list of parameters, from before."
+            f"{type(optimizer).__name__} has {len(others)} parameters that are not divided parameters of the model. "
+            "Under stage=3 build the optimizer in configure_optimizers, from self.parameters(), and do not keep an "
+            "earlier optimizer or list of parameters."
         )
 
 
@@ -66,7 +66,7 @@ class RowOptimizers:
         ]
 
     def close(self) -> None:
-        """Follow the steps of the optimizers no longer; optimizer states stay divided.
+        """Stop following the steps of the optimizers. Optimizer states stay divided.
 
         The groups of the optimizers hold the original parameters again if the model has them.
         """
@@ -84,7 +84,7 @@ class RowOptimizers:
     # Steps
 
     def follow(self, loss: Tensor, *, communicate: bool) -> None:
-        """Prepare a backward pass, which reduces gradients in any case: whole gradients would not fit."""
+        """Prepare a backward pass. It always reduces gradients, because whole gradients would not fit into memory."""
         self.model.before_backward()
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -133,7 +133,7 @@ class RowOptimizers:
         """Call a method of an optimizer for this rank's rows. Every rank calls this.
 
         Raises:
-            RuntimeError: If it returns something, and not the same on every rank.
+            RuntimeError: If the method returns different values on different ranks.
         """
         self._enter(optimizer)
         try:
@@ -153,7 +153,7 @@ class RowOptimizers:
     # Gradients
 
     def clip_grad_norm(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale the gradients so that their common norm is at most ``max_norm``.
+        """Scale the gradients so that their total norm is at most ``max_norm``.
 
         Returns:
             The norm before clipping, a scalar.
@@ -181,7 +181,7 @@ class RowOptimizers:
                 _local(parameter.grad).clamp_(-max_value, max_value)
 
     def start_unscaling(self, optimizer: Optimizer, *_: Any) -> Any:
-        """Have a gradient scaler divide this rank's rows; returns what a scalar is to be given to afterwards."""
+        """Make a gradient scaler divide this rank's rows. Returns a function to call afterwards with a scalar."""
         self._enter(optimizer)
 
         def finish(found: Tensor) -> None:
@@ -199,7 +199,7 @@ def _local(value: Any) -> Tensor:
 
 
 def _rename(optimizer: Optimizer, names: dict[Tensor, Tensor]) -> None:
-    """Key the state of an optimizer by other parameters, in the same order."""
+    """Replace the parameters that key the state of an optimizer, in the same order."""
     state = {names.get(key, key) if isinstance(key, Tensor) else key: value for key, value in optimizer.state.items()}
     optimizer.state.clear()
     optimizer.state.update(state)

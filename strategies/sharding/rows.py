@@ -1,9 +1,9 @@
-"""ZeRO stage 3 divides every parameter by rows: rank ``r`` of ``n`` has one of ``n`` consecutive runs of rows.
+"""ZeRO stage 3 divides every parameter by rows: rank ``r`` of ``n`` has the ``r``-th of ``n`` runs of consecutive rows.
 
     parameter [5, k] on 3 ranks        rank 0: rows 0 and 1     rank 1: rows 2 and 3     rank 2: row 4
 
-The runs are those of ``torch.chunk``, as in ``fully_shard``: of ``ceil(rows / n)`` rows, the last ones shorter or
-empty.
+The runs are those of ``torch.chunk``, as in ``fully_shard``: each has ``ceil(rows / n)`` rows, and the last runs may be
+shorter or empty.
 """
 
 import math
@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from strategies.common.torch_compat import timeout_of
 
 _TAG = 4
-"""Tag of the messages in which rows travel."""
+"""Tag of the messages with rows."""
 
 
 def rows_of(num_rows: int, rank: int, size: int) -> range:
@@ -30,7 +30,7 @@ def rows_of(num_rows: int, rank: int, size: int) -> range:
 
 
 def own_rows(value: Tensor, shape: Sequence[int], rank: int, size: int) -> Tensor:
-    """Return a rank's part of a whole parameter, or of a state with one entry for each of its elements, as a view.
+    """Return a rank's part of a whole parameter, or of a state with one entry per element, as a view.
 
     Args:
         value: The whole tensor, in the shape of the parameter or flattened.
@@ -55,7 +55,7 @@ def whole_shape(value: Tensor, shape: Sequence[int], num_rows: int) -> torch.Siz
 
 
 def _entries_per_row(own: Sequence[int], shape: Sequence[int]) -> int:
-    """Return how many entries of the first dimension of a tensor belong to one row of the parameter."""
+    """Return the number of entries of a tensor's first dimension per row of the parameter."""
     return 1 if tuple(own) == tuple(shape) else math.prod(shape[1:])
 
 
@@ -64,12 +64,12 @@ def gather_rows(part: Tensor, whole: Sequence[int], shape: Sequence[int], group:
 
     Args:
         part: This rank's part.
-        whole: The shape of the whole tensor: that of the parameter, or flattened.
+        whole: The shape of the whole tensor: the shape of the parameter, or flattened.
         shape: The shape of the parameter.
         group: The ranks, on gloo.
 
     Returns:
-        The whole tensor on rank 0, ``None`` on the others.
+        The whole tensor on rank 0, ``None`` on all other ranks.
     """
     rank, size = group.rank(), group.size()
     if rank > 0:

@@ -1,8 +1,8 @@
-"""Gather on rank 0 the state of optimizers that ranks have divided.
+"""Gather divided optimizer states on rank 0.
 
-Rank 0 receives from one rank after another, tensor by tensor, so it never holds more than the whole state, and no other
-rank more than its own part. (``torch.distributed.gather_object`` holds a second copy of everything as pickles.) The
-group is gloo's, so tensors arrive in host memory.
+Rank 0 receives from one rank at a time, tensor by tensor, so it never holds more than the whole state, and no other
+rank holds more than its part. (``torch.distributed.gather_object`` holds a second copy of everything as pickles.) The
+group uses gloo, so tensors arrive in host memory.
 """
 
 import pickle
@@ -23,7 +23,7 @@ _TAG = 3
 
 
 def gather_state_dict(optimizer: Optimizer, group: ProcessGroup) -> dict[str, Any]:
-    """The state dict of an optimizer that ranks have divided, on rank 0; empty on the others. Every rank calls this."""
+    """Return the whole state dict of a divided optimizer on rank 0, an empty dict elsewhere. Every rank calls this."""
     state = optimizer.state_dict()
     state["state"] = gather_states(state["state"], group)
     return state if group.rank() == 0 else {}
@@ -38,7 +38,7 @@ def gather_states(state: dict[int, Any], group: ProcessGroup, wait: Wait = wait_
         wait: Calls a function that waits for another rank.
 
     Returns:
-        On rank 0 the states of all ranks, ordered by number; an empty dict on the others.
+        On rank 0 the states of all ranks, ordered by number; an empty dict on all other ranks.
     """
     if group.rank() > 0:
         _send(state, group, wait)
@@ -72,7 +72,7 @@ def _receive(rank: int, group: ProcessGroup, wait: Wait) -> dict[int, Any]:
 
 
 class _Outline:
-    """Shape and dtype of a tensor that follows in a message of its own."""
+    """Shape and dtype of a tensor that follows in a separate message."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self.dtype = tensor.shape, tensor.dtype

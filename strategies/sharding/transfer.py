@@ -1,4 +1,4 @@
-"""Asynchronous exchange of buffers between ranks; each function returns a function that waits for the result."""
+"""Asynchronous exchange of buffers between ranks. Each function returns a function that waits for the result."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -13,14 +13,14 @@ from torch.distributed import ProcessGroup, Work
 _Result = TypeVar("_Result")
 
 _PIECES = 2**12
-"""More than the pieces of a bucket, so that every piece has its own tag, which helps to explain a hang."""
+"""More than the pieces of a bucket, so that every piece has a unique tag, which helps to explain a hang."""
 
 
 class InFlight:
-    """Operations under way, which are finished in the order in which they were started, the same on all ranks.
+    """Operations in flight. They are finished in the order in which they were started, which is the same on all ranks.
 
     Args:
-        limit: Maximum number of operations under way; starting one more waits for the oldest.
+        limit: Maximum number of operations in flight. Starting another operation waits for the oldest.
     """
 
     def __init__(self, limit: int) -> None:
@@ -45,8 +45,8 @@ class InFlight:
 class Exchange:
     """Sends buffers to their owner, and from their owner to all ranks.
 
-    On the CPU, buffers are sent directly from rank to rank: gloo's own reduce transfers half as much again as needed
-    and took twice as long (8 buffers of 12 MB, two ranks: 80 ms against 38 ms).
+    On the CPU, buffers are sent directly from rank to rank: gloo's reduce transfers 50 % more than needed and took
+    twice as long (8 buffers of 12 MB, two ranks: 80 ms against 38 ms).
 
     Args:
         group: The ranks.
@@ -61,11 +61,11 @@ class Exchange:
         """Start to average buffers over all ranks.
 
         Args:
-            pieces: One-dimensional buffers, of the same sizes on every rank, not to be touched until the end.
-                Afterwards they have undefined contents if ``owner`` is ``None`` or they are on a GPU, and are unchanged
-                otherwise.
+            pieces: One-dimensional buffers, of the same sizes on every rank. The caller must not use them until the
+                end. Afterwards their contents are undefined if ``owner`` is ``None`` or they are on a GPU; otherwise
+                they are unchanged.
             owner: The rank that gets the averages; ``None`` for all ranks.
-            number: Number of this exchange among those that may be under way.
+            number: Number of this exchange among the exchanges in flight.
 
         Returns:
             A function that waits and then returns the averages, or ``None`` on ranks that do not get them.
@@ -106,7 +106,7 @@ class Exchange:
         return partial(_finished, works, pieces, pieces if owner in (None, self._rank) else None)
 
     def _start_receiving(self, pieces: Sequence[Tensor], number: int) -> Callable[[], Sequence[Tensor]]:
-        """Receive buffers and add them up in the first one received, because gradients may share memory."""
+        """Receive buffers, and add them to the first received buffer, because gradients may share memory."""
         others = [rank for rank in range(self._size) if rank != self._rank]
         arriving = [[torch.empty_like(piece) for _ in others] for piece in pieces]
         works = [

@@ -77,7 +77,7 @@ def test_torchrun() -> None:
     assert len(repairs) >= len(rank_recovery_job.MANY) - 1
     assert repairs[0].startswith("stage 0 (layers 0 to 1: Linear, Killable), process ")
     assert "(rank 1) on " in repairs[0] and found["fit"]["left"] == []
-    assert said.count("another process takes its place") >= len(repairs)
+    assert said.count("a new process replaces it") >= len(repairs)
     assert said.count("a script has ended") == 1
 
 

@@ -1,4 +1,4 @@
-"""The one way to run a test that starts processes: in a child of its own, with a time-out, and nothing left behind.
+"""The only way to run a test that starts processes: in a child process, with a time-out, and with nothing left behind.
 
 pytest ── run(fn, *args) ──▶ child: harness_child.main(SCRATCH)   (own session, TMPDIR, working directory)
                                1. imports the test module and calls fn(*args)
@@ -66,7 +66,7 @@ def run(
     allow: Collection[str] = (),
     settle_seconds: float = 10,
 ) -> Any:
-    """Runs ``fn(*args)`` in a process of its own and returns its result.
+    """Run ``fn(*args)`` in a separate process and return its result.
 
     The process is a fork of one that has imported torch, Lightning and the Trainer, and nothing else of consequence.
     Workers that it starts are forks of another one, unless ``env`` has ``OWN_SERVER``.

@@ -41,7 +41,7 @@ class Stream(IterableDataset):
 
 
 class StatefulStream(IterableDataset):
-    """Rows in an order of its own, from where it is; counts what it has read."""
+    """Rows in a custom order, from the current position; counts the rows that it has read."""
 
     def __init__(self, number: int) -> None:
         self.rows, self.epoch, self.place, self.num_read = Rows(number), 0, 0, 0
@@ -82,7 +82,7 @@ class StatefulLoader:
 
 
 class Draws(Sampler):
-    """A sampler with a generator of its own, drawn from when the pass begins."""
+    """A sampler with a separate generator, which it uses when the pass begins."""
 
     def __init__(self, number: int) -> None:
         self.number, self.own = number, np.random.default_rng(3)

@@ -71,7 +71,7 @@ class WorkerFault(nn.Module):
 
 
 class Tied(nn.Module):
-    """A linear layer with the weight of another one."""
+    """A linear layer that shares the weight of another layer."""
 
     def __init__(self, other: nn.Linear) -> None:
         super().__init__()

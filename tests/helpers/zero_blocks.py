@@ -72,7 +72,7 @@ class BuiltLate(Blocks):
 
 
 class LeavesOutBlock(Blocks):
-    """Leaves out a block at some steps, and another one always, the same on every rank."""
+    """Leaves out one block at some steps and another block at all steps, the same on every rank."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ WIDTH, STEPS_PER_EPOCH, EPOCHS = 128, 10, 2
 
 
 class Net(pl.LightningModule):
-    """A regression in float64, with parameters that travel by themselves (128 KiB) and others that travel together."""
+    """A regression in float64 with large parameters, sent separately (128 KiB), and small ones, sent together."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Net(pl.LightningModule):
 
 
 class Groups(Net):
-    """Groups with settings of their own, the learning rate and betas of which change at every step."""
+    """Groups with different settings, whose learning rate and betas change at every step."""
 
     def configure_optimizers(self) -> Any:
         matrices = [p for p in self.parameters() if p.ndim > 1]

@@ -14,7 +14,7 @@ from zero_nets import WIDTH, Manual, Net
 
 
 class Doomed(Net):
-    """Rank 0 is killed, as by the system when memory runs out, while the others are busy with their own work."""
+    """Rank 0 is killed, as by the system when memory runs out, while all other ranks are busy."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         loss = self.loss(batch)
@@ -41,7 +41,7 @@ class LeavesOut(Net):
 
 
 class Reentrant(Net):
-    """The same layer in two checkpoints, each of which runs a backward pass of its own."""
+    """The same layer in two checkpoints, each of which runs a separate backward pass."""
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(2):

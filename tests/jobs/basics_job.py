@@ -1,4 +1,4 @@
-"""What ``test_basics.py`` runs in processes of its own; imports nothing that starts slowly."""
+"""Functions that ``test_basics.py`` runs in separate processes. Imports only modules that load quickly."""
 
 import subprocess
 import sys

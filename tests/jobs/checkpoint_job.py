@@ -83,7 +83,7 @@ def fit(
     """Trains up to an epoch, saves a checkpoint, and tells what it came to.
 
     Args:
-        setting: What tells this training from others.
+        setting: What distinguishes this training.
         until: The number of epochs in all.
         into: Where to save; nowhere by default.
         make: Makes the model.

@@ -100,7 +100,7 @@ def refusals() -> dict[str, Any]:
 
 
 class Mixes(nn.Module):
-    """Takes and returns tensors and others."""
+    """Takes and returns tensors and other values."""
 
     def forward(self, a: Tensor, factor: float, b: Tensor | None, whole: Tensor) -> tuple[Any, ...]:
         return (a if b is None else a + b) * factor + whole.sum(), factor, b, whole

@@ -498,7 +498,7 @@ def resumed(kills: Kills) -> tuple[list[str], list[str]]:
 
 
 class StrikesInEvaluation(Callback):
-    """Has a worker killed in the second batch, and another one before the third."""
+    """Kills one worker in the second batch, and another worker before the third batch."""
 
     def _strike(self, trainer: Any, batch_idx: int) -> None:
         if batch_idx == 1:

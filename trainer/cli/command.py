@@ -31,13 +31,13 @@ from trainer.cli.saved_config import SaveConfigBesideCheckpoints
 from trainer.trainer import Trainer, resolve_strategy
 
 _HEAD_START_SECONDS = 10.0
-"""How long other ranks wait for rank 0 to print the error, because the end of one rank makes torchrun end them all."""
+"""How long other ranks wait for rank 0 to print the error, because torchrun ends all ranks when one rank ends."""
 
 _EPILOG = "python -m trainer report RUN_FOLDER writes one HTML file that shows a run."
 """``report`` takes no configuration, and ``trainer.cli`` runs it before Lightning is imported."""
 
 _ONLY_IN_SAVED = ("ckpt_path", "weights_only")
-"""Keys that are in the configuration that ``fit`` saves, but are no options of a plan or a certificate."""
+"""Keys of the configuration that ``fit`` saves which are not options of ``plan`` or ``verify``."""
 
 _OURS = ("strategies", "trainer", "pytorch_lightning", "lightning_fabric", "lightning")
 
@@ -54,7 +54,7 @@ def run(args: list[str] | None) -> None:
 
 
 def _program() -> str:
-    """Return how the user has called the command line."""
+    """Return the name by which the user called the command line."""
     return "relay" if Path(sys.argv[0]).stem == "relay" else "python -m trainer"
 
 
@@ -72,7 +72,7 @@ class _CLI(LightningCLI):
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         others = set(self.subcommands()) - {subcommand}
-        if self._args and self._args[0] in others:  # its parser takes long to build, and would not be used
+        if self._args and self._args[0] in others:  # its parser is not used, and takes long to build
             return self.init_parser(**kwargs)
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         if subcommand in ("plan", "verify"):
@@ -82,7 +82,7 @@ class _CLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         try:
-            # LightningCLI's own method warns about arguments that a caller gives.
+            # LightningCLI's method warns about arguments that a caller passes.
             self.config = parser.parse_args(_spell_out_strategy(self._args))
             strategy = self.config[self.config.subcommand].trainer.strategy
             if isinstance(strategy, str):
@@ -119,7 +119,7 @@ class _CLI(LightningCLI):
             _end(mistake)
 
     def verify(self, **arguments: Any) -> None:
-        """Run the command ``verify``, in place of the Trainer's method; exit status 1 says that something is wrong."""
+        """Run the command ``verify`` in place of the Trainer's method. Exit status 1 means that results are wrong."""
         trainer: Any = self.trainer
         if not trainer.verify(**arguments).is_right:
             raise SystemExit(1)
@@ -139,7 +139,7 @@ class _CLI(LightningCLI):
 
 
 def _spell_out_strategy(args: list[str]) -> list[str]:
-    """Replace ``--trainer.strategy=ddp`` by a class path if other options give that strategy arguments."""
+    """Replace ``--trainer.strategy=ddp`` with a class path if other options set arguments of this strategy."""
     if not any(arg.startswith("--trainer.strategy.") for arg in args):
         return args
     spelled = {f"--trainer.strategy={name}": f"--trainer.strategy=strategies.{cls}" for name, cls in PLUGINS.items()}
@@ -147,7 +147,7 @@ def _spell_out_strategy(args: list[str]) -> list[str]:
 
 
 def _frames(mistake: BaseException) -> list[tuple[str, str, str]]:
-    """Return module, function and line of each frame, the one that raised last."""
+    """Return module, function and line of each frame. The last frame raised the error."""
     return [
         (frame.f_globals.get("__name__", ""), frame.f_code.co_name, f"{frame.f_code.co_filename}:{line}")
         for frame, line in traceback.walk_tb(mistake.__traceback__)
@@ -160,7 +160,7 @@ def _is_ours(mistake: BaseException) -> bool:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Return whether a constructor refused its arguments; a ``TypeError`` in the user's code is taken as a bug."""
+    """Return whether a constructor refused its arguments. A ``TypeError`` in user code counts as a bug."""
     return isinstance(error, MisconfigurationException | ValueError) or (
         isinstance(error, TypeError) and _is_ours(error)
     )

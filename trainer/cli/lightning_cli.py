@@ -1,4 +1,4 @@
-"""The classes of Lightning's command line, of the package that ``strategies.lightning.compat`` has decided on.
+"""The classes of Lightning's command line, from the package that ``strategies.lightning.compat`` has chosen.
 
 They are not in ``compat``, because their module changes how the whole process's ``jsonargparse`` reads files.
 """

@@ -1,7 +1,7 @@
-"""Error messages of the command line: jsonargparse's message, often ten lines long, as one line with the nearest names.
+"""Error messages of the command line: condense jsonargparse's message, often ten lines long, into one line.
 
-jsonargparse says that a name is wrong. The names that would be right are computed here, from the parser and from what
-can be imported.
+jsonargparse reports that a name is wrong. This module adds the nearest valid names, from the parser and from modules
+that can be imported.
 """
 
 import ast
@@ -87,7 +87,7 @@ def condense(message: str, typehint: Any = None) -> str:
 
     Args:
         message: The message.
-        typehint: The type that the argument declares, if known; jsonargparse's own message may name only a part of it
+        typehint: The declared type of the argument, if known. jsonargparse's message may name only a part of it
             (``int`` for ``list[int]``).
     """
     key, _, rest = message.partition(":") if message.startswith("Parser key ") else ("", "", message)

@@ -1,7 +1,7 @@
-"""The class of the model is imported before Lightning's command line, because the import decides for one package.
+"""Import the model's class before Lightning's command line, because this import determines the Lightning package.
 
-``strategies.lightning.compat`` uses the package of Lightning that has been imported first. Without a script, that is
-the one that the module of the model's class imports.
+``strategies.lightning.compat`` uses the Lightning package that was imported first. Without a script, this must be the
+package that the module of the model's class imports.
 """
 
 import os
@@ -46,7 +46,7 @@ def longest_import(path: str) -> tuple[Any, str]:
 
 
 def class_paths_of_model(args: list[str]) -> Iterator[str]:
-    """Yield the class path of the model as given by each argument in turn; the last one is in effect."""
+    """Yield the class path of the model from each argument that sets it. The last one applies."""
     for position, argument in enumerate(args):
         option, _, value = argument.partition("=")
         value = value or next(iter(args[position + 1 :]), "")

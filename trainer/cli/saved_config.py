@@ -1,4 +1,4 @@
-"""Saves the resolved configuration of a fit in the directory of its checkpoints."""
+"""Save the resolved configuration of a fit in the directory of its checkpoints."""
 
 import itertools
 import posixpath
@@ -10,13 +10,13 @@ from trainer.cli.lightning_cli import SaveConfigCallback
 class SaveConfigBesideCheckpoints(SaveConfigCallback):
     """Writes ``config.yaml`` into the directory of each ``ModelCheckpoint`` of a fit, with any logger.
 
-    A file with another configuration is kept, and the new file is named ``config-v1.yaml``, in the same way as
-    ``ModelCheckpoint`` names its own files. Without a ``ModelCheckpoint`` the file goes into the log directory. Other
-    commands than ``fit`` save no configuration, because they write no checkpoint.
+    An existing file with a different configuration is kept, and the new file is named ``config-v1.yaml``, in the same
+    way as ``ModelCheckpoint`` names its files. Without a ``ModelCheckpoint``, the file goes into the log directory.
+    Only ``fit`` saves a configuration, because no other command writes checkpoints.
     """
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Do nothing yet: a ``ModelCheckpoint`` determines its directory in its own ``setup``."""
+        """Do nothing yet: each ``ModelCheckpoint`` determines its directory in its ``setup``."""
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write the file, on rank 0 only."""

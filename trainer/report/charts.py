@@ -41,10 +41,10 @@ class Segment:
     """A part of a bar.
 
     Attributes:
-        size: Its length in units of the axis.
-        label: What stands in it if there is room.
-        title: What the pointer shows.
-        style: Its CSS class.
+        size: The length in units of the axis.
+        label: The text in the segment, if there is room.
+        title: The tooltip.
+        style: The CSS class.
     """
 
     size: float
@@ -54,12 +54,12 @@ class Segment:
 
 
 def number(value: float, digits: int = 4) -> str:
-    """Return a number with so many significant digits, or all digits before the point."""
+    """Return a number with ``digits`` significant digits, or with all digits before the decimal point."""
     return f"{value:,.0f}" if 10.0**digits <= abs(value) < 1e15 else f"{value:,.{digits}g}"
 
 
 def labels(values: Sequence[float]) -> list[str]:
-    """Return numbers with as many digits as it takes to tell them apart, at least four."""
+    """Return numbers with as many digits as are necessary to distinguish them, at least four."""
     texts = [number(value) for value in values]
     for digits in range(5, 16):
         if len(set(texts)) == len(texts):
@@ -76,7 +76,7 @@ def step_number(step: float) -> str:
 def thinned(curve: Curve, most: int = MOST_POINTS) -> Curve:
     """Return at most ``most`` points of a curve, in the same order.
 
-    They are both ends and, of each of equal parts, the lowest, the highest, and the first that is not finite.
+    These are both ends and, for each of several equal parts, the lowest, the highest, and the first non-finite point.
     """
     if len(curve) <= most:
         return curve
@@ -127,10 +127,10 @@ def line_chart(
 
     Args:
         series: The curves, with at least one finite value.
-        title: What a reader without pictures hears.
+        title: The title for screen readers.
         from_zero: Whether the axis begins at 0.
-        wide: Whether it is as wide as the page, and not half as wide.
-        marks: Steps with a vertical line, and what the pointer shows on it.
+        wide: Whether the chart is as wide as the page, or half as wide.
+        marks: Steps with a vertical line, and the tooltip of the line.
     """
     width = 2 * _WIDTH if wide else _WIDTH
     points = [point for own in series for point in own.curve if math.isfinite(point[1])]

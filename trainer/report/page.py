@@ -1,4 +1,4 @@
-"""The page: one HTML file with its own style, no script, and nothing that it loads."""
+"""The page: one self-contained HTML file with a style sheet, no script, and no external resources."""
 
 import math
 import re
@@ -33,13 +33,13 @@ _PARTS = {
 """The parts of a step in the order of the bars: the last part of a scalar's name, its words, its CSS class."""
 
 _OF_EVERY_EVENT = {"time", "event", "epoch", "step", "processes"}
-"""What has columns of its own in the table of events, or a picture."""
+"""Facts with a separate column in the table of events, or with a picture."""
 
 _USUAL = ("start", "checkpoint", "end", "error")
-"""Events that every run may have; the steps of others are marked in charts."""
+"""Events that every run may have. Charts mark the steps of all other events."""
 
 _WORDS = {"microbatches": "micro-batches", "error": "", "line": "", "lost": "", "num_messages": "messages sent again"}
-"""Keys of what an event tells in other words; sentences need none."""
+"""Labels for the facts of an event. Facts that are sentences need no label."""
 
 _PART_COLOURS = {**COLOURS, "sending": "#f2c6de", "optimizer": "#c9b8e8"}
 # The two rows are the colours on a light and on a dark page.
@@ -140,13 +140,13 @@ def _missing(what: str, how: str) -> str:
 
 
 def _not_monitored(what: str, run: Run) -> str:
-    """Return a paragraph that says what is missing of a step's record, and why or what the next run needs."""
+    """Return a paragraph that says which part of a step's record is missing, and why or what the next run needs."""
     if not run.events:
         how = _MONITOR
     elif run.pictures:
         how = "The run has a <code>PipelineMonitor</code>, but no logger that keeps what it measures"
     elif "pipeline/step_ms" in run.curves:
-        how = "The run's <code>PipelineMonitor</code> writes them, so somebody has removed them"
+        how = "The run's <code>PipelineMonitor</code> writes them, so they have been removed"
     else:
         how = (
             "The run's <code>PipelineMonitor</code> has recorded no step: there were fewer than "
@@ -243,7 +243,7 @@ def _balance(run: Run) -> Iterator[str]:
 
 
 def _layers(process: dict[str, Any]) -> str:
-    """Return the places and classes of a process's layers; neighbours of one class are told together."""
+    """Return the indices and classes of a process's layers. Neighbours of one class are grouped."""
     runs: list[list[dict[str, Any]]] = []
     for layer in process["layers"]:
         before = runs[-1][-1] if runs else None
@@ -376,7 +376,7 @@ def _settings(run: Run) -> Iterator[str]:
 
 
 def _facts(event: dict[str, Any], keys: Iterable[str]) -> str:
-    """Return what an event tells, in the order in which it was written."""
+    """Return the facts of an event, in the order in which they were written."""
     return ", ".join(f"{_WORDS.get(key, key)} {value}".strip() for key, value in event.items() if key in keys)
 
 
@@ -406,11 +406,11 @@ def _chart(
     Args:
         title: The title, with the unit.
         curves: The curves.
-        marks: Steps with a vertical line, and what the pointer shows on it.
+        marks: Steps with a vertical line, and the tooltip of the line.
         from_zero: Whether the axis begins at 0.
-        wide: Whether it is as wide as the page.
-        processes: The processes, if each curve is that of one of them: a process has one colour in all charts.
-            Other curves get the same colours from the last one on.
+        wide: Whether the chart is as wide as the page.
+        processes: The processes, if each curve belongs to a process: a process has one colour in all charts. Other
+            curves get the same colours, starting from the last one.
     """
     places = {name: i for i, name in enumerate(processes)}
     series = [

@@ -1,4 +1,4 @@
-"""What a run has left in its folder: curves, pictures, events, checkpoints, settings."""
+"""Read the folder of a run: curves, pictures, events, checkpoints, settings."""
 
 import csv
 import json
@@ -18,18 +18,18 @@ _METRICS, _BOARD = "metrics.csv", "events.out.tfevents.*"
 
 
 class UnusableFolder(ValueError):
-    """There is nothing in a folder that a report could show."""
+    """Raised if a folder contains nothing that a report could show."""
 
 
 @dataclass
 class Run:
-    """A run, as far as its folder tells.
+    """The content of a run's folder.
 
     Attributes:
         folder: The folder.
-        curves: The logged values of each name, those that are not finite included.
+        curves: The logged values of each name, including values that are not finite.
         pictures: Timetables by step, in the order of steps.
-        events: What ``PipelineMonitor`` noted, in order.
+        events: The events that ``PipelineMonitor`` recorded, in order.
         checkpoints: Names of checkpoints, and their sizes in bytes.
         settings: Texts of YAML files, by their paths in the folder.
         notes: What could not be read, one sentence each.
@@ -45,7 +45,7 @@ class Run:
 
     @property
     def pipeline(self) -> dict[str, Any] | None:
-        """The newest description of the pipeline: balance, layers, and what is known of schedule and micro-batches."""
+        """The newest description of the pipeline: balance, layers, and, if known, schedule and micro-batches."""
         described: dict[str, Any] = {}
         for event in self.events:
             if "processes" in event:
@@ -100,7 +100,7 @@ def _read_csv(run: Run, path: Path) -> None:
             rows = list(csv.DictReader(file))
     except (csv.Error, UnicodeDecodeError) as error:
         raise UnusableFolder(f"{path} is not a CSV file: {error}") from error
-    wrong = []  # rows; the last one may be half written, if the run goes on
+    wrong = []  # rows; the last row may be partly written if the run continues
     for i, row in enumerate(rows):
         step = _number(row.get("step"))
         if step is None or not math.isfinite(step):

@@ -223,7 +223,7 @@ class TrackedLoader(Iterator[Any]):
         if before != now:
             problem = f"with {_described(before)}, and this one has {_described(now)}"
         elif how.num_processes_before != how.num_processes and not saved["is_shared"]:
-            problem = f"in {how.num_processes_before} processes, of samplers whose order cannot be divided among others"
+            problem = f"in {how.num_processes_before} processes, of samplers whose order cannot be divided again"
         elif saved["samplers"] != self._samplers() and not saved["is_shared"]:
             problem = f"with {saved['samplers']}, and this one has {self._samplers()}"
         if problem is not None:

@@ -96,7 +96,7 @@ class ResumingFitLoop(FitLoop):
             "metrics": {
                 name: value.detach().cpu()
                 for name, value in self.trainer.callback_metrics.items()
-                if isinstance(value, torch.Tensor)  # users write there too
+                if isinstance(value, torch.Tensor)  # users may also add entries
             },
         }
 
@@ -212,7 +212,7 @@ class ResumingFitLoop(FitLoop):
     def teardown(self) -> None:
         if self._data_fetcher is not None:
             self._random_at_end = self._random()
-            # After an error the user must see that error, and not another one from their loaders.
+            # After an error, the user must see this error, and not a later error of their loaders.
             with suppress(Exception) if self.trainer.interrupted else nullcontext():
                 loaders, stateful = self._state_of_loaders(), self._states_of_stateful()
                 self._loaders_at_end, self._stateful_at_end = loaders, stateful
@@ -310,7 +310,7 @@ def _of_every_process(trainer: Trainer, state: dict[str, Any]) -> list[dict[str,
         loaders = state["loaders"]["loaders"] if state["loaders"] else []
         return [state] * trainer.world_size if all(loader["order"] for loader in loaders) else []
     gathered: list[Any] | None = [None] * trainer.world_size if trainer.global_rank == 0 else None
-    trainer.strategy.barrier("state of the loops")  # which no rank leaves if one has to start again
+    trainer.strategy.barrier("state of the loops")  # no rank passes if one rank must start again
     torch.distributed.gather_object(state, gathered)
     return gathered or []
 

@@ -77,7 +77,7 @@ class RandomStateReader:
         if self._words_of_numpy is None:
             return np.random.get_state()
         words = self._words_of_numpy.raw
-        # A number that ``randn`` has left behind is not among the words; without one, only a draw can leave one behind.
+        # The words do not include the second number that ``randn`` caches. Only a draw can cache a number.
         if words != self._numpy[0] or self._numpy[1][3]:
             self._numpy = words, np.random.get_state()
         return self._numpy[1]
@@ -119,7 +119,7 @@ def preserved_random_state() -> Iterator[None]:
 
 
 def plain(value: Any) -> Any:
-    """Replace tuples and numpy arrays by lists at any depth, which ``torch.load(weights_only=True)`` can read."""
+    """Replace tuples and numpy arrays with lists at any depth, which ``torch.load(weights_only=True)`` can read."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, tuple | list):

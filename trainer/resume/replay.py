@@ -1,4 +1,4 @@
-"""Repeat a pass over a sampler or a loader from the random state that its order came from."""
+"""Repeat a pass over a sampler or a loader from the random state that determined its order."""
 
 from collections.abc import Iterable, Iterator, Sized
 from copy import deepcopy
@@ -37,13 +37,13 @@ class Replayable(Iterator[Any]):
         num_skipped: int = 0,
         instead: Iterable[Any] | None = None,
     ) -> None:
-        """Set what the next pass is.
+        """Set up the next pass.
 
         Args:
             begun: The random states in which the pass begins; by default the current ones.
             first: The random state in which the first element is drawn.
-            num_skipped: Number of first elements that are left out.
-            instead: An iterable to be used in place of the source.
+            num_skipped: Number of first elements to skip.
+            instead: An iterable to use in place of the source.
         """
         self.record = {"begun": [], "first": None}
         self._begun, self._first, self._num_skipped = begun, first, num_skipped

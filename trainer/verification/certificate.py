@@ -22,17 +22,17 @@ EQUAL, DOCUMENTED, WRONG = "equal to rounding", "different as documented", "wron
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """Where a run starts to differ from what it should be.
+    """Where a run starts to differ from its reference.
 
     Attributes:
-        step: The optimizer step; ``None``: after the last one.
-        part: What differs, one of ``PARTS``.
+        step: The optimizer step; ``None`` for after the last step.
+        part: The part that differs, one of ``PARTS``.
         layer: The layer, or the name of the value.
         stage: The stage of the layer, if the model is divided.
         size: The largest absolute difference.
         relative: The same, relative to the largest value of one process.
-        what: What is wrong with it, in words.
-        advice: What to look at.
+        what: A description of the difference.
+        advice: What to check.
     """
 
     step: int | None
@@ -47,18 +47,18 @@ class FirstDifference:
 
 @dataclass
 class Certificate:
-    """What has been found out about a strategy.
+    """The verdict about a strategy.
 
     Attributes:
         verdict: ``"equal to rounding"``, ``"different as documented"`` or ``"wrong"``.
         strategy: The strategy, for messages.
         reference: The run with which it was compared.
-        rounding: How much may differ.
+        rounding: The allowed differences.
         largest: For each part that was compared, the number of values, the largest relative difference and its limit.
         explained: The largest relative difference that micro-batches alone make in one process, if measured.
         reasons: Why results differ, and the option that changes it.
         origin: Where the strategy starts to be wrong.
-        notes: What was not compared, or not as asked for.
+        notes: What was not compared, or not as requested.
         facts: The balance and other facts about the run.
     """
 
@@ -81,11 +81,11 @@ class Certificate:
 
 @dataclass(frozen=True)
 class ReferenceRuns:
-    """What a strategy is compared with.
+    """The runs with which a strategy is compared.
 
     Attributes:
         one: One process.
-        micro: One process with the same micro-batches, in plain PyTorch; ``None`` if that cannot be.
+        micro: One process with the same micro-batches, in plain PyTorch; ``None`` if this is impossible.
         stage: The strategy with one stage; ``None`` if it was not run.
     """
 
@@ -100,9 +100,9 @@ def certify(
     """Return the verdict.
 
     Args:
-        actual: What the strategy came to.
-        references: What it is compared with.
-        rounding: How much may differ.
+        actual: The results of the strategy.
+        references: The runs with which it is compared.
+        rounding: The allowed differences.
         is_whole_loss: Whether the strategy computes the loss of whole batches.
         strategy: The strategy, for messages.
     """
@@ -163,7 +163,7 @@ def certify(
 
 
 def wrong_ones(compared: Iterable[Finding]) -> list[Finding]:
-    """Return what rounding does not explain."""
+    """Return the differences that rounding does not explain."""
     return [each for each in compared if each.is_wrong]
 
 
@@ -244,7 +244,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def origin_of(compared: Sequence[Finding], actual: RunRecord, reference: RunRecord, one: RunRecord) -> FirstDifference:
-    """Return where a run starts to differ: of the first part that differs, the first layer of the backward pass."""
+    """Return where a run starts to differ: the first layer in the backward pass of the first part that differs."""
     first = wrong_ones(compared)[0]
     same = [each for each in compared if (each.step, each.part) == (first.step, first.part)]
     if first.part == "losses":  # a wrong forward pass; the gradients of the step say where
@@ -273,7 +273,7 @@ def _parameter_of(finding: Finding, actual: RunRecord) -> str:
 
 
 def factor_between(actual: Any, expected: Any) -> float | None:
-    """Return the number by which a tensor is the other one times a constant; ``None`` if it is not."""
+    """Return the constant factor between two tensors; ``None`` if there is none."""
     if not (isinstance(actual, Tensor) and isinstance(expected, Tensor)) or actual.shape != expected.shape:
         return None
     a, b = actual.double().flatten(), expected.double().flatten()
@@ -415,7 +415,7 @@ def _of_parameters(
 
 
 def _late_rate(reference: RunRecord, step: int) -> float | None:
-    """Return the learning rate of the step before, relative to that of the step, if it has changed."""
+    """Return the learning rate of the previous step, relative to that of this step, if it has changed."""
     if step == 0:
         return None
     now, before = (reference.steps[i].hyperparameters for i in (step, step - 1))

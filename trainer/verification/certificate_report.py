@@ -1,4 +1,4 @@
-"""What ``trainer.verify`` says: a table for terminals, everything as JSON."""
+"""The output of ``trainer.verify``: a table for terminals, and everything as JSON."""
 
 import json
 import math
@@ -12,7 +12,7 @@ _COLORS = {EQUAL: "green", DOCUMENTED: "yellow"}
 
 
 def as_dict(certificate: Certificate) -> dict[str, Any]:
-    """Return the whole certificate as numbers, texts and lists."""
+    """Return the whole certificate as numbers, strings and lists."""
     origin = certificate.origin
     return {
         "verdict": certificate.verdict,
@@ -44,7 +44,7 @@ def write_certificate(certificate: Certificate, path: str | os.PathLike[str]) ->
 
 
 def print_certificate(certificate: Certificate) -> None:
-    """Print a table of what was compared, and the verdict with what explains it."""
+    """Print a table of the comparison, and the verdict with its explanation."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -71,7 +71,7 @@ def print_certificate(certificate: Certificate) -> None:
 
 
 def lines_of(certificate: Certificate) -> list[str]:
-    """Return what is said below the table."""
+    """Return the lines below the table."""
     lines = [f"Note: {note}" for note in certificate.notes]
     if certificate.explained is not None:
         lines.append(

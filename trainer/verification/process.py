@@ -1,4 +1,4 @@
-"""Runs in a process of their own: ``python -m trainer.verification.process FOLDER EXECUTION ...``.
+"""Runs in a separate process: ``python -m trainer.verification.process FOLDER EXECUTION ...``.
 
 The folder holds the model, the data and the arguments of the Trainer, as they were before any run. Each execution
 trains a few steps on the batches that the first one has drawn, and its record lies in the folder afterwards. Other
@@ -309,7 +309,7 @@ def _file(folder: Path, name: str, kind: str) -> Path:
 
 
 def main(folder: Path, names: Sequence[str]) -> None:
-    """Run executions one after another. Each leaves a record or an error; without the first one there are no others."""
+    """Run executions one after another. Each writes a record or an error. If the first one fails, no others run."""
     sys.path[:] = pickle.loads((folder / _PATHS).read_bytes())
     warnings.filterwarnings("ignore")
     for name in names:

@@ -1,4 +1,4 @@
-"""Which runs a certificate needs, each in a process of its own, with files in a temporary folder only."""
+"""Start the runs that a certificate needs, each in a separate process, with files only in a temporary folder."""
 
 import os
 import signal

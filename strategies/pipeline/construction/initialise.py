@@ -1,4 +1,4 @@
-"""Initial values of models that were built on the ``meta`` device, where the initialisation has no effect."""
+"""Initial values for models that were built on the ``meta`` device, where initialisation has no effect."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,18 +12,18 @@ from strategies.pipeline.construction.recording import Construction
 
 
 def initialise(model: nn.Module, construction: Construction) -> list[str]:
-    """Record the initialisation of modules whose own parameters or buffers lack values.
+    """Record the initialisation of modules whose direct parameters or buffers lack values.
 
-    A module is initialised by ``_init_weights`` of the model of Hugging Face that it is a part of, else by its own
-    ``reset_parameters``. Each has a seed of its own, made of the process's seed and the module's name, so its values do
-    not depend on other modules. Tensors that have values keep them.
+    ``_init_weights`` of the enclosing Hugging Face model initialises a module; in other models, the module's
+    ``reset_parameters`` does. The seed of each module depends on the process's seed and the module's name only, so its
+    values do not depend on other modules. Tensors that have values keep them.
 
     Args:
         model: The model.
         construction: Records operations on the tensors that lack values.
 
     Returns:
-        The names of these modules. Where there is no such method, tensors still lack values.
+        The names of these modules. Tensors of modules without such a method still lack values.
     """
     names: list[str] = []
     for name, module in model.named_modules():
@@ -39,7 +39,7 @@ def initialise(model: nn.Module, construction: Construction) -> list[str]:
 
 @contextmanager
 def _values_kept(module: nn.Module, construction: Construction) -> Iterator[None]:
-    """Within this, tensors of a module that have values are replaced by others."""
+    """Context in which new tensors replace the tensors of a module that have values."""
     holders: list[dict[str, Any]] = [module._parameters, module._buffers]
     kept = [dict(tensors) for tensors in holders]
     for tensors in holders:

@@ -1,7 +1,7 @@
 """Recipes: the operations that compute the values of a storage, in the order in which they were recorded.
 
-A process that replays a recipe gets the same values to the last bit: each operation that draws random numbers has the
-state that the generator had when the operation was recorded, so recipes can be replayed in any order and process.
+Any process that replays a recipe gets the same values, bit by bit. Each operation that draws random numbers is recorded
+with the state of the generator, so recipes can be replayed in any order and in any process.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,7 +41,7 @@ class View:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the tensor has every element of the storage, each once."""
+        """Whether the tensor contains every element of the storage exactly once."""
         count = 1
         for size, stride in sorted(zip(self.size, self.stride, strict=True), key=lambda pair: pair[1]):
             if size != 1 and stride != count:
@@ -58,8 +58,8 @@ class RecordedOperation:
         operator: Namespace, name and overload of the operator; ``None`` if the result is the only argument.
         args, kwargs: The arguments, with a :class:`View` in place of each tensor on a recorded storage, and
             :class:`Stored` in place of values in files.
-        outputs: A view for each tensor that the operation returns and that is no view of an argument.
-        default_dtype: The default dtype at the time.
+        outputs: A view for each tensor that the operation returns, except for views of arguments.
+        default_dtype: The default dtype when the operation was recorded.
         random_state: The state of the generator, if the operation draws random numbers.
     """
 
@@ -74,7 +74,7 @@ class RecordedOperation:
         """Replay the operation.
 
         Args:
-            storages: The values of recorded storages so far, by number. Gets those that the operation writes.
+            storages: The values of recorded storages so far, by number. Storages that the operation writes are added.
         """
 
         def real(view: View) -> Tensor:
@@ -96,7 +96,7 @@ class RecordedOperation:
                 except Exception as error:  # of any kind, from an operator
                     raise RuntimeError(
                         f"`{self.operator[1]}`, recorded while the model was built in configure_model or init_module, "
-                        f"cannot be repeated: {error}. Build the model in __init__, or compute this value otherwise."
+                        f"cannot be repeated: {error}. Build the model in __init__, or compute this value differently."
                     ) from error
         for view, result in zip(self.outputs, results, strict=bool(self.outputs)):
             storages[view.storage] = _placed(view, result)
@@ -104,7 +104,7 @@ class RecordedOperation:
 
 @dataclass(frozen=True)
 class _Constant:
-    """A tensor with values, or one in a file."""
+    """A tensor with values, or a reference to a tensor in a file."""
 
     tensor: Tensor | None
     stored: Stored | None = None
@@ -117,7 +117,7 @@ class _Constant:
 
 
 def constant(tensor: Tensor | None, stored: Stored | None = None) -> Any:
-    """Return what stands for a tensor with values among the arguments of a :class:`RecordedOperation`."""
+    """Return the object that represents a tensor with values in the arguments of a :class:`RecordedOperation`."""
     return _Constant(tensor, stored)
 
 
@@ -127,8 +127,8 @@ class Recipe:
 
     Attributes:
         storage: The number of the storage.
-        num_bytes: Its size.
-        steps: What to run, in order.
+        num_bytes: The size of the storage.
+        steps: The operations to run, in order.
     """
 
     storage: int
@@ -139,7 +139,7 @@ class Recipe:
         """Return a storage with the values. The caller may change them.
 
         Args:
-            known: Storages, by number, that need no computation. They are changed.
+            known: Storages that have been computed before, by number. The operations change them.
         """
         storages = dict(known or {})
         last_use: dict[int, int] = {}
@@ -155,7 +155,7 @@ class Recipe:
 
 
 def views_in(step: RecordedOperation) -> Iterator[View]:
-    """Return the views among the arguments and outputs of a step."""
+    """Return the views in the arguments and outputs of a step."""
     found: list[View] = []
     tree_map_only(View, found.append, (list(step.args), dict(step.kwargs), list(step.outputs)))
     return iter(found)
@@ -167,7 +167,7 @@ def is_random(operator: Any) -> bool:
 
 
 def _placed(view: View, result: Tensor) -> UntypedStorage:
-    """Return a storage on which ``view`` has the values of ``result``."""
+    """Return a storage in which ``view`` has the values of ``result``."""
     storage = result.untyped_storage()
     is_placed = (
         storage.nbytes() == view.num_bytes

@@ -1,11 +1,11 @@
-"""Runs code that builds a model, without memory for its large tensors, and records how to compute their values.
+"""Run code that builds a model without memory for large tensors, and record how to compute their values.
 
     with construction.recording():           user's code, on the driver
         nn.Linear(8192, 8192)                 empty(8192, 8192), uniform_(...): recorded; the weight is on ``meta``
         nn.LayerNorm(8192)                    small tensors are computed as usual
 
-An operation that draws random numbers is run on scratch memory too, so that the generator goes on as in one process.
-Code that reads values of a recorded tensor (``.item()``, ``.any()``) gets them: its recipe is replayed at once.
+An operation that draws random numbers also runs on temporary memory, so that the generator advances as in one process.
+Code may read values of a recorded tensor (``.item()``, ``.any()``): the recipe of the tensor is then replayed at once.
 """
 
 import gc
@@ -37,7 +37,7 @@ _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
 
 _OVERWRITING = ("uniform_", "normal_", "exponential_", "random_", "log_normal_", "zero_", "fill_", "copy_")
-"""Operations in place that do not read what was there before."""
+"""In-place operations that do not read the previous values."""
 
 
 @dataclass
@@ -45,8 +45,8 @@ class _Recorded:
     """A storage without memory.
 
     Attributes:
-        storage: It, on the ``meta`` device. As long as it is here, its address is in no other use.
-        writers: The numbers of the steps that write it, in order.
+        storage: The storage, on the ``meta`` device. This reference keeps its address from being used again.
+        writers: The numbers of the steps that write the storage, in order.
     """
 
     storage: UntypedStorage
@@ -65,19 +65,19 @@ class Construction:
         self._steps: list[RecordedOperation] = []
         self._is_replaying = self._is_recording = False
         self.is_in_function = False
-        """Whether the code has called a function of torch with a recorded tensor, which has not returned yet."""
+        """Whether a torch function that the code has called with a recorded tensor is still running."""
         self._overwrites: set[int] = set()
-        """Numbers of the steps that leave nothing of what a storage held before."""
+        """Numbers of the steps that overwrite a whole storage."""
         self._recorded: dict[int, _Recorded] = {}
         self._adopted: set[int] = set()
-        """Numbers of storages that were on ``meta`` from the beginning, so that they have no values yet."""
+        """Numbers of storages that were on ``meta`` before the recording, so that they have no values yet."""
         self._latest: tuple[int, int, UntypedStorage] | None = None
-        """The last values that were drawn at random: the number of the step, that of the storage, and the values."""
+        """The most recent random values: the number of the step, the number of the storage, and the values."""
         self.references = References()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Within this, large new tensors are recorded, and so are operations on recorded tensors."""
+        """Context that records new large tensors and operations on recorded tensors."""
         if self._is_recording:
             yield
             return
@@ -90,7 +90,7 @@ class Construction:
 
     @contextmanager
     def reading(self, module: nn.Module) -> Iterator[None]:
-        """Within this, operations on recorded tensors of a module, such as a copy of a layer, run with their values."""
+        """Context in which operations on recorded tensors of a module, such as a copy of a layer, use their values."""
         with _Reading(self) if any(map(self.knows, (*module.parameters(), *module.buffers()))) else nullcontext():
             yield
 
@@ -100,12 +100,12 @@ class Construction:
         replace: Callable[[nn.Parameter, nn.Parameter], None],
         storages: dict[int, UntypedStorage],
     ) -> None:
-        """Give the recorded tensors of modules their values, one storage after another, also those in attributes.
+        """Compute the values of the recorded tensors of modules, also of tensors in attributes, one storage at a time.
 
         Args:
-            modules: Modules; their children are not looked at.
-            replace: Puts a parameter in the place of another one, everywhere.
-            storages: What has been built before, by the number of the storage; gets what is built now.
+            modules: The modules, without their children.
+            replace: Replaces a parameter with another one everywhere.
+            storages: The storages built before, by number. The storages built now are added.
         """
 
         def built(tensor: Tensor) -> Tensor:
@@ -130,16 +130,16 @@ class Construction:
                     vars(module)[name] = here
 
     def copied(self, tensor: Tensor) -> Tensor:
-        """Return a recorded tensor with the values of one that has memory."""
+        """Return a recorded tensor with the values of ``tensor``, which has memory."""
         made = _to_meta(tensor)
         self._record(made)
         return made.copy_(tensor)
 
     def stored_tensor(self, stored: Stored, like: Tensor) -> Tensor:
-        """Return a tensor that is read from a file when its values are needed.
+        """Return a recorded tensor whose values are read from a file when they are needed.
 
         Args:
-            stored: The file.
+            stored: The tensor in the file.
             like: A tensor on the ``meta`` device of the same shape and dtype.
         """
         if like.nbytes <= self._small_bytes:
@@ -151,7 +151,7 @@ class Construction:
         return made
 
     def held_elsewhere(self, built: Collection[int]) -> list[Tensor]:
-        """Return the recorded tensors in this process that are on none of the storages with these numbers."""
+        """Return the recorded tensors in this process that use none of the storages with these numbers."""
         if not self._recorded:
             return []
         tensors = [own for own in gc.get_objects() if type(own) in (Tensor, nn.Parameter)]
@@ -165,13 +165,13 @@ class Construction:
             return False
 
     def adopt(self, tensor: Tensor) -> None:
-        """Record a tensor that was on the ``meta`` device before, and that lacks values until it is overwritten."""
+        """Record a tensor that was on the ``meta`` device before and lacks values until it is overwritten."""
         if not self.knows(tensor):
             self._record(tensor)
             self._adopted.add(storage_key(tensor))
 
     def lacks_values(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is on the ``meta`` device, without a recipe for values."""
+        """Return whether a tensor is on the ``meta`` device and has no recipe for its values."""
         if not tensor.is_meta or not self.knows(tensor):
             return tensor.is_meta
         number = storage_key(tensor)
@@ -184,7 +184,7 @@ class Construction:
         """Return the geometry of a recorded tensor.
 
         Raises:
-            RuntimeError: If it is a conjugate or a negative view, whose geometry does not say so.
+            RuntimeError: If the tensor is a conjugate or negative view, which its geometry does not show.
         """
         if tensor.is_conj() or tensor.is_neg():
             raise RuntimeError(
@@ -202,13 +202,13 @@ class Construction:
         )
 
     def recipe(self, tensor: Tensor) -> Recipe:
-        """Return how to compute the storage of a recorded tensor."""
+        """Return the recipe of the storage of a recorded tensor."""
         number = storage_key(tensor)
         return Recipe(number, tensor.untyped_storage().nbytes(), [self._steps[i] for i in self._needed(number)])
 
     def values(self, tensor: Tensor) -> Tensor:
-        """Return a tensor with the values of a recorded one."""
-        before, self._is_replaying = self._is_replaying, True  # within ``recording``, for a function that reads values
+        """Return a tensor with the values of a recorded tensor."""
+        before, self._is_replaying = self._is_replaying, True  # a function may read values within ``recording``
         try:
             return self.view(tensor).on(self._replay(tensor))
         finally:
@@ -241,14 +241,14 @@ class Construction:
                     break
         return sorted(found)
 
-    # What happens within ``recording``
+    # Operations within ``recording``
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run an operation, or record it."""
+        """Run or record an operation."""
         if self._is_replaying:
             return func(*args, **kwargs)
         if self.is_in_function and kwargs.get("device") == torch.device("meta"):
-            kwargs = {**kwargs, "device": torch.device("cpu")}  # for a number among the arguments, beside a tensor
+            kwargs = {**kwargs, "device": torch.device("cpu")}  # a number beside a recorded tensor
         tensors = tensors_in((list(args), dict(kwargs)))
         is_made = not tensors and self._makes_large_tensor(func, args, kwargs)
         if not is_made and not any(self.knows(tensor) for tensor in tensors):
@@ -258,8 +258,8 @@ class Construction:
         changed = changed_arguments(func, args, kwargs)
         if len({self.knows(tensor) for tensor in changed}) > 1:
             raise RuntimeError(
-                f"`{operator_name(func)[1]}` changes several tensors in place, large and small ones, while a model is "
-                "built without memory for the large ones. Change each one by itself, or build the model in __init__."
+                f"`{operator_name(func)[1]}` changes large and small tensors in place at once, while a model is built "
+                "without memory for large tensors. Change each tensor separately, or build the model in __init__."
             )
         if any(not self.knows(tensor) for tensor in changed):
             return self.run_with_values(func, args, kwargs)
@@ -270,7 +270,7 @@ class Construction:
             on_meta[1]["device"] = torch.device("meta")
         try:
             result = func(*on_meta[0], **on_meta[1])
-        except (NotImplementedError, RuntimeError):  # no rule for shapes, or shapes depend on values
+        except (NotImplementedError, RuntimeError):  # the operator has no rule for shapes, or shapes depend on values
             result = self.run_with_values(func, args, kwargs)
         outputs = tensors_in(result)
         if not outputs and not changed:
@@ -301,7 +301,7 @@ class Construction:
         return any(tensor.untyped_storage().nbytes() > self._small_bytes for tensor in made)
 
     def run_with_values(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run an operation with the values of recorded tensors, which are not kept."""
+        """Run an operation with the values of recorded tensors, and free these values afterwards."""
 
         def real(tensor: Tensor) -> Tensor:
             if self.knows(tensor):
@@ -315,7 +315,7 @@ class Construction:
     def _record_random(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], changed: Sequence[Tensor]
     ) -> Any:
-        """Draw the numbers, so that the generator goes on, and record the operation with the state before."""
+        """Draw the numbers, so that the generator advances, and record the operation with the generator's old state."""
         generator = next((a for a in (*args, kwargs.get("generator")) if isinstance(a, torch.Generator)), None)
         state = torch.get_rng_state() if generator is None else generator.get_state()
         without_generator = [None if isinstance(own, torch.Generator) else own for own in args]
@@ -328,7 +328,7 @@ class Construction:
         else:
             scratch = None
             result = self.run_with_values(func, args, kwargs)
-            if changed:  # in place: what was run has changed a copy
+            if changed:  # an in-place operation has changed a copy
                 result = changed[0]
         result = self._recorded_result(func, without_generator, without, changed, result, state)
         if scratch is not None and len(self._steps) - 1 in self._overwrites:
@@ -344,7 +344,7 @@ class Construction:
         result: Any,
         random_state: Tensor | None = None,
     ) -> Any:
-        """Record an operation; returns its result with recorded tensors in place of new ones."""
+        """Record an operation. Returns its result with recorded tensors in place of new tensors."""
         number = len(self._steps)
         inputs = {storage_key(tensor) for tensor in tensors_in((list(args), dict(kwargs)))}
         made: dict[int, Tensor] = {}
@@ -353,7 +353,7 @@ class Construction:
             if self.knows(tensor) and storage_key(tensor) in inputs:
                 return tensor
             new = tensor
-            if not tensor.is_meta:  # it was run with values, which are not kept
+            if not tensor.is_meta:  # the operation ran with values, which are not kept
                 new = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
             made[id(tensor)] = new
             return new
@@ -389,12 +389,12 @@ class Construction:
         if tensor.is_meta:
             raise RuntimeError(
                 f"`{operator_name(func)[1]}` takes a tensor of shape {list(tensor.shape)} on the meta device, which "
-                "has no values, while a model is built in configure_model or init_module. Make that tensor on the CPU."
+                "has no values, while a model is built in configure_model or init_module. Make this tensor on the CPU."
             )
 
 
 class _Operations(TorchDispatchMode):
-    """Gives every operation of the code to a construction."""
+    """Passes every operation of the code to a construction."""
 
     def __init__(self, construction: Construction) -> None:
         super().__init__()
@@ -419,7 +419,7 @@ class _Reading(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """Lets the code see recorded tensors as tensors on the CPU."""
+    """Makes recorded tensors look like CPU tensors to the code."""
 
     def __init__(self, construction: Construction) -> None:
         super().__init__()
@@ -459,24 +459,24 @@ def _deep_copy(construction: Construction, func: Any, tensor: Tensor, memo: dict
 
 
 def _read(construction: Construction, func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Call a function that reads memory outside of operations."""
+    """Call a function that reads the memory of a tensor directly, without an operator."""
     return func(construction.values(tensor), *args, **kwargs)
 
 
 def _array(construction: Construction, func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Return an array that refuses changes, which would not reach the tensor."""
+    """Return a read-only array, because changes would not reach the tensor."""
     array = _read(construction, func, tensor, *args, **kwargs)
     array.flags.writeable = False
     return array
 
 
 def _address(construction: Construction, func: Any, tensor: Tensor) -> int:
-    """Return a number that tells tensors at different places apart."""
+    """Return a number that differs for tensors at different addresses."""
     return storage_key(tensor) + int(tensor.storage_offset()) * tensor.itemsize
 
 
 def _convert(construction: Construction, func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Convert the dtype; the tensor is on the CPU already, as the code sees it."""
+    """Convert the dtype. For the code, the tensor is on the CPU already."""
     device, dtype = kwargs.pop("device", None), kwargs.pop("dtype", None)
     others = []
     for arg in args:
@@ -516,7 +516,7 @@ _HANDLED: dict[Any, Callable[..., Any]] = {
     torch.as_tensor: _convert,
     torch.asarray: _convert,
 }
-"""What functions do with a recorded tensor, where they do not work by operations."""
+"""Replacements for the functions that do not work through operators on a recorded tensor."""
 
 
 def _to_meta(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Values in files: what a process gets instead of values, and reads by itself."""
+"""Values in files: a process gets a reference instead of values, and reads the file itself."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -20,12 +20,12 @@ class Stored(ABC):
 
 @dataclass(frozen=True)
 class FileReference:
-    """Where the values of a tensor are, besides memory.
+    """Where the values of a storage are in a file.
 
     Attributes:
-        tensor: A tensor on the storage, which therefore exists as long as the reference.
-        refer: Returns where the values of a tensor on this storage are.
-        version: How often the storage had been changed in place when its values were those in the file.
+        tensor: A tensor on the storage. It keeps the storage alive as long as the reference.
+        refer: Returns the place in the file of the values of a tensor on this storage.
+        version: The number of in-place changes of the storage when its values equalled those in the file.
     """
 
     tensor: Tensor
@@ -34,14 +34,14 @@ class FileReference:
 
 
 class References:
-    """The references that are in use; none, outside of :meth:`used`."""
+    """The references in use. Outside of :meth:`used` there are none."""
 
     def __init__(self) -> None:
         self._found: Mapping[int, FileReference] = {}
 
     @contextmanager
     def used(self, found: Mapping[int, FileReference]) -> Iterator[None]:
-        """Within this, values that are in a file too are referred to.
+        """Context in which references replace values that are also in a file.
 
         Args:
             found: The references, by the number of the storage.
@@ -53,7 +53,7 @@ class References:
             self._found = {}
 
     def stored(self, tensor: Tensor) -> Stored | None:
-        """Return where the values of a tensor are; ``None`` if they are in memory only, or have been changed there."""
+        """Return where the values of a tensor are; ``None`` if they are only in memory, or have changed in memory."""
         reference = self._found.get(storage_key(tensor))
         if reference is None or num_changes(reference.tensor) != reference.version:
             return None

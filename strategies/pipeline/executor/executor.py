@@ -1,11 +1,12 @@
-"""Runs rows of actions over the stages of a pipeline, led by the driver, which runs the last chunk of layers itself.
+"""Run the passes of a pipeline on all stages. The driver leads, and runs the last chunk of layers itself.
 
-    fill_drain.py       one forward and one backward part per batch ──┐
-                                                                      ├──▶ Executor ──▶ stages on workers, own stage
-    per_microbatch.py   both in turn, per micro-batch ────────────────┘
+    fill_drain.py       a forward part, then a backward part ─────────────┐
+                                                                          ├──▶ Executor ──▶ workers' and driver's stage
+    per_microbatch.py   forward and backward pass of each micro-batch ────┘
 
-The two front ends decide when an action of the driver runs and what happens to its output; they share what every
-pass needs: bringing all stages to the same state, feeding the first chunk, running the own stage, and raising errors.
+The two front ends decide when an action of the driver runs and what happens to its output. The executor contains what
+every pass needs: it brings all stages to the same state, feeds the first chunk, runs the driver's stage, and raises
+errors.
 
 Index letters: ``m`` micro-batch, ``i`` stage.
 """
@@ -35,22 +36,22 @@ from strategies.pipeline.transport.ties import TiedParameters
 
 @dataclass(frozen=True)
 class PipelineParts:
-    """What an :class:`Executor` works with.
+    """The parts of a pipeline that an :class:`Executor` uses.
 
     Attributes:
-        module: The whole module, whose modes and ``requires_grad`` flags are carried to the stages.
+        module: The whole module. The executor sends its modes and ``requires_grad`` flags to the stages.
         stages: The parts of ``module``.
-        stage: The last stage, on this process.
-        programs: What each process does in a pass.
+        stage: The last stage, in this process.
+        programs: The operations of each process in a pass.
         edges: The driver's ends of all edges.
         ties: The tied parameters of the driver; ``None`` if no two processes share a parameter.
-        remotes: The other stages, in order.
+        remotes: The stages on workers, in order.
         failures: Failures of all stages.
         settings: How to run.
         next_seed: Returns the seed of the next pass, given whether it trains.
-        num_updates: Returns how often parameters may have been changed by optimizers or by user code.
-        averaging: This process's part in averaging gradients; ``None`` if there is one pipeline only.
-        between_passes: Called ahead of a pass, if no pass is under way or waits for its backward part.
+        num_updates: Returns how often optimizers or user code may have changed parameters.
+        averaging: Averages the gradients of this process over the replicas; ``None`` if there is one pipeline.
+        between_passes: Called before a pass, unless another pass runs or waits for its backward part.
     """
 
     module: nn.Module
@@ -69,7 +70,7 @@ class PipelineParts:
 
 
 class Executor(NotCopyable):
-    """Leads the stages through passes.
+    """Runs passes on all stages.
 
     Args:
         parts: The stages, their connections and the settings.
@@ -80,43 +81,43 @@ class Executor(NotCopyable):
         self.module, self.settings = parts.module, parts.settings
         self.programs, self.num_stages = parts.programs, len(parts.stages)
         self.last_chunk = len(parts.programs.rank_of) - 1
-        """Number of the chunk whose output goes to the driver's code."""
+        """Number of the chunk whose output the driver's code receives."""
         mail = parts.edges.mail
         self.inputs, self.input_grads = mail["F", 0], mail["B", 0]
-        """Inputs of micro-batches, to the first chunk, and their gradients."""
+        """Sends inputs of micro-batches to the first chunk and receives their gradients."""
         self.outputs, self.output_grads = mail["F", self.last_chunk + 1], mail["B", self.last_chunk + 1]
-        """Outputs of the last chunk, and their gradients."""
+        """Receives outputs of the last chunk and sends their gradients."""
         self._told: set[Hashable] = set()
-        """The programs of which the stages have their rows."""
+        """The programs whose rows have been sent to the stages."""
         self.mirrors = [
             Mirror(layers, remote.description) for layers, remote in zip(parts.stages, parts.remotes, strict=False)
         ]
-        """For each worker, what it was last told about modes, flags and attributes of its layers."""
+        """For each worker, the modes, flags and attributes of its layers that were last sent to it."""
         self.side_outputs = Placeholders(parts.stages)
-        """What stands in place of tensors that layers leave in their attributes."""
+        """The stand-ins for tensors that layers store in their attributes."""
         self._children = list(parts.module._modules.values())
         self._num_passes = self._num_backward = self._num_averaged = 0
         self.current = -1
-        """Number of the pass that runs, or that ran last."""
+        """Number of the current or most recent pass."""
         self._shared = self._state_of_ties()
         self.unfinished: set[int] = set()
-        """Passes that may have a backward part that has not begun."""
+        """Passes whose backward part may follow but has not begun."""
 
     def begin(
         self, microbatches: int, *, grad: bool, context: PassContext | None = None, gathers: bool = False
     ) -> Pass:
-        """Start a pass, and queue for every stage the changes since the last one.
+        """Start a pass, and queue for every stage the changes since the last pass.
 
         Args:
             microbatches: Number of micro-batches.
             grad: Whether a backward part may follow.
-            context: Settings that forward passes run under; by default those of the calling thread.
-            gathers: Whether gradients stay apart from ``.grad`` until they are released.
+            context: Settings for the forward passes; by default those of the calling thread.
+            gathers: Whether gradients are kept separate from ``.grad`` until they are released.
         """
         if list(self.module._modules.values()) != self._children:
             raise RuntimeError(
-                "the pipelined module has other layers than when the pipeline started; layers cannot be replaced "
-                "during a run. Change the model before fit, or in configure_model."
+                "the layers of the pipelined module are not those with which the pipeline started; layers cannot be "
+                "replaced during a run. Change the model before fit, or in configure_model."
             )
         if not self.unfinished:
             self._parts.between_passes()
@@ -140,17 +141,17 @@ class Executor(NotCopyable):
         return this
 
     def note_backward(self, number: int) -> None:
-        """The backward part of a pass begins, whose gradients are not averaged yet."""
+        """Record that the backward part of a pass begins. Its gradients are not averaged yet."""
         self.unfinished.discard(number)
         self._num_backward += 1
 
     def run(self, part: str, this: Pass, code: DriverCode) -> None:
-        """Run a part of a pass on all stages, those on workers at the same time.
+        """Run a part of a pass on all stages at the same time.
 
         Args:
-            part: ``"forward"``, ``"backward"``, or ``"training"`` for both in turn.
+            part: ``"forward"``, ``"backward"``, or ``"training"`` for both, interleaved.
             this: The pass.
-            code: What this process runs between its actions.
+            code: The code that this process runs between its actions.
         """
         self.current, name = this.number, (part, this.microbatches)
         program: Program = getattr(self.programs, part)[this.microbatches]
@@ -164,23 +165,23 @@ class Executor(NotCopyable):
 
     @contextmanager
     def in_backward(self, this: Pass, m: int) -> Iterator[None]:
-        """Run the body, a backward pass through an output that the last chunk has given away with its graph."""
+        """Context for a backward pass through an output that the last chunk has returned with its graph."""
         with self.own_values(), self.stage.in_backward(this, m, self.last_chunk):
             yield
 
     def own_values(self) -> AbstractContextManager[None]:
-        """Return the context in which layers of the driver have the values that they have stored in attributes."""
+        """Return the context in which the attributes of the driver's layers have the values that the layers stored."""
         return self.side_outputs.removed_for_layers() if self.side_outputs.known else nullcontext()
 
     def output(self, this: Pass, m: int) -> Any:
-        """Return the output of the last layer for a micro-batch, with packed objects. Every skip has been popped."""
+        """Return the output of the last layer for a micro-batch, with packed objects. All skips have been popped."""
         value = self.outputs.receive(this.number, m)
         if isinstance(value, WithSideOutputs):
             value = self.side_outputs.unwrapped(value)
         return value[0]
 
     def carry_changes(self) -> None:
-        """Queue for every worker what has changed on the driver's copies of its layers."""
+        """Queue for every worker the changes of the driver's copies of its layers."""
         for mirror, remote in zip(self.mirrors, self.remotes, strict=True):
             mirror.carry(remote)
 
@@ -190,17 +191,17 @@ class Executor(NotCopyable):
         return self._shared != before
 
     def _state_of_ties(self) -> tuple[int, list[int]] | None:
-        """Changes whenever the value of a tied parameter may have changed."""
+        """Return a value that differs whenever the value of a tied parameter may have changed."""
         ties = self._parts.ties
         return None if ties is None else (self._parts.num_updates(), ties.versions)
 
     def average_gradients(self, share: float | None = None) -> None:
         """Average the gradients of every stage over the replicas, if there are several.
 
-        Every stage starts when its own backward passes are done.
+        Every stage starts when its backward passes are done.
 
         Args:
-            share: The share of this replica in the mean; by default the same as that of the others.
+            share: The weight of this replica in the mean; by default all replicas have the same weight.
         """
         if self._parts.averaging is None:
             return
@@ -211,24 +212,24 @@ class Executor(NotCopyable):
             self._parts.averaging.average(share)
 
     def complete_gradients(self) -> None:
-        """Average what backward passes have computed since the last average."""
+        """Average the gradients that backward passes have computed since the last average."""
         if self._num_backward > self._num_averaged:
             self.average_gradients()
 
     def wait(self) -> None:
-        """Wait until every stage has done what it was told. Passes and optimizer steps do not wait for all stages."""
+        """Wait until every stage has run its commands. Passes and optimizer steps do not wait for all stages."""
         for answer in [remote.ask(StageCommands.num_kept) for remote in self.remotes]:
             answer.wait()
 
     def forget(self, number: int) -> None:
-        """Make every stage forget a pass whose backward part can no longer come."""
+        """Make every stage forget a pass whose backward part can no longer follow."""
         self.unfinished.discard(number)
         self.stage.discard(number)
         for remote in self.remotes:
             remote.send(StageCommands.discard, number)
 
     def explained(self) -> AbstractContextManager[None]:
-        """Raise the cause of a failure rather than its consequences, and let no neighbour wait for this process."""
+        """Context that raises the cause of a failure rather than its consequences, and notifies waiting neighbours."""
         return leading(self._parts.failures, self.remotes, self._fail)
 
     def _fail(self) -> None:
@@ -237,7 +238,7 @@ class Executor(NotCopyable):
 
 
 class Leader(Protocol):
-    """Leads stages through passes."""
+    """Runs passes on stages."""
 
     def forget(self, number: int) -> None: ...
 
@@ -246,14 +247,14 @@ AnyLeader = TypeVar("AnyLeader", bound=Leader)
 
 
 class PendingPass(Generic[AnyLeader]):
-    """A pass from its forward part until its backward part has run or can no longer come.
+    """A pass from its forward part until its backward part has run or can no longer follow.
 
-    An output of the pipeline refers to this object, so the object refers to the pipeline weakly: an output that the
-    user keeps does not keep the pipeline.
+    An output of the pipeline refers to this object. The object has only a weak reference to the pipeline, so an output
+    that the user keeps does not keep the pipeline alive.
 
     Args:
         this: The pass.
-        leader: Told to forget the pass if its backward part can no longer come.
+        leader: Forgets the pass if its backward part can no longer follow.
     """
 
     def __init__(self, this: Pass, leader: AnyLeader) -> None:
@@ -262,14 +263,14 @@ class PendingPass(Generic[AnyLeader]):
         self._is_spent = False
 
     def spend(self) -> AnyLeader:
-        """Start the backward part, for which nothing is kept any more afterwards; return the leader.
+        """Start the backward part, after which the pass cannot be differentiated again; return the leader.
 
         Raises:
-            RuntimeError: If the backward part has run before, or the pipeline has ended.
+            RuntimeError: If the backward part has already run, or if the pipeline has ended.
         """
         leader = self._leader()
         if leader is None:
-            raise RuntimeError("the pipeline that computed this has ended, so it has no backward pass any more")
+            raise RuntimeError("the pipeline that computed this value has ended, so it cannot run a backward pass")
         if self._is_spent:
             raise RuntimeError(
                 "the backward pass of this batch has already run through the pipeline, whose stages keep nothing for "

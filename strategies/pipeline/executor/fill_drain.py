@@ -1,11 +1,11 @@
-"""Runs a batch in two parts: fill, then drain (``gpipe``), or forward only.
+"""Run a batch in two parts, fill and drain (``gpipe``), or forward only.
 
     driver   split ─▶ F0 F1 F2 F3 ─▶ merge ─▶ output ─▶ the user's loss ─▶ backward() ─▶ B3 B2 B1 B0
                       └ FillDrain.run ┘                                                  └ backward ┘
 
-The outputs of the micro-batches are those of one autograd node. When the loss differentiates it, every stage runs its
-backward part. The driver runs its own part inside the node and does not wait for the others, whose work overlaps with
-what the driver does next.
+The outputs of all micro-batches are the outputs of one autograd node. When the loss is differentiated, this node runs
+the backward part on every stage. The driver runs its part inside the node and does not wait for the workers, whose
+work overlaps with what the driver does next.
 
 Index letters: ``m`` micro-batch, ``i`` stage.
 """
@@ -28,21 +28,21 @@ from strategies.pipeline.stage.side_outputs import with_graph
 
 
 class FillDrain:
-    """Stands for the forward function of the pipelined module.
+    """Replaces the ``forward`` of the pipelined module.
 
     Args:
-        executor: Leads the stages.
+        executor: Runs the passes on all stages.
     """
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
 
     def __call__(self, input: Any, microbatches: int | None = None) -> Any:
-        """Take and return what the module's own forward function does.
+        """Take the input of the module's ``forward`` and return its output.
 
         Args:
             input: The input.
-            microbatches: Into how many parts to split it; by default as many as the settings say.
+            microbatches: The number of micro-batches; by default the one in the settings.
         """
         parts = split(pack_objects(input, NoChunk), microbatches or self._executor.settings.microbatches)
         return unpack_objects(merge(self.run(parts)))
@@ -75,7 +75,7 @@ class FillDrain:
         code = _Code(executor, this, parts)
         executor.run("forward", this, code)
         if executor.stage.recorder is not None:
-            executor.stage.recorder.begin(pass_of_code=this.number)  # which runs until the backward part
+            executor.stage.recorder.begin(pass_of_code=this.number)  # the user's code runs until the backward part
         if executor.side_outputs.known:
             executor.side_outputs.restore()
             executor.side_outputs.insert(partial(_is_of_one_process, this))
@@ -93,9 +93,10 @@ class FillDrain:
         Args:
             this: The pass.
             required: For each micro-batch, whether each tensor of its output requires a gradient; a guess for
-                recomputed ones.
-            grads: The gradients of those tensors that require one, in order; ``None`` where the loss did not use it.
-            inputs: The tensors of the inputs of micro-batches that require a gradient.
+                recomputed micro-batches.
+            grads: The gradients of the tensors that require one, in order; ``None`` for tensors that the loss did not
+                use.
+            inputs: The tensors of the micro-batches' inputs that require a gradient.
 
         Returns:
             The gradients of ``inputs``.
@@ -107,24 +108,24 @@ class FillDrain:
         with executor.explained():
             for m, flags in enumerate(required):
                 executor.output_grads.send([next(ahead) for flag in flags if flag], this.number, m)
-            executor.carry_changes()  # autograd computes no gradient for what requires none by now
+            executor.carry_changes()  # autograd computes no gradients for parameters that were frozen since
             code = _Code(executor, this, answered=bool(inputs))
             executor.run("backward", this, code)
         return [grad for m in sorted(code.received) for grad in code.received[m]]
 
     def forget(self, number: int) -> None:
-        """Make every stage forget a pass whose backward part can no longer come."""
+        """Make every stage forget a pass whose backward part can no longer follow."""
         self._executor.forget(number)
 
 
 class _Code:
-    """What the driver does between the actions of a pass: it gives inputs, takes outputs and takes gradients of inputs.
+    """The driver's code between the actions of a pass: sends inputs, receives outputs, receives gradients of inputs.
 
     Args:
-        executor: Leads the stages.
+        executor: Runs the passes on all stages.
         this: The pass.
         parts: The input of each micro-batch.
-        answered: Whether gradients of inputs are wanted.
+        answered: Whether the gradients of inputs are needed.
     """
 
     def __init__(self, executor: Executor, this: Pass, parts: Sequence[Any] = (), *, answered: bool = False) -> None:
@@ -138,7 +139,7 @@ class _Code:
         executor, this, m = self._executor, self._this, operation.microbatch
         if isinstance(operation, Result):
             self.results.append(executor.output(this, m))
-        elif operation.part == "b":  # no skip before the first layer
+        elif operation.part == "b":  # there are no skips before the first layer
             part = self._parts[m]
             flags = [this.grad and tensor.requires_grad for tensor in tensors_of(part)]
             executor.inputs.send((part, {}), this.number, m, requires_grad=flags)
@@ -162,5 +163,5 @@ def _backward(
 
 
 def _is_of_one_process(this: Pass, value: Any) -> bool:
-    """Whether a side output is that of one process, and no gradient flows through it."""
+    """Whether a side output equals that of one process, and no gradient flows through it."""
     return this.microbatches == 1 and not (this.grad and (this.recomputed or with_graph(value)))

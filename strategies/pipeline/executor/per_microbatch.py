@@ -1,14 +1,14 @@
-"""Runs one micro-batch after the other, forward and backward in turn (every schedule but ``gpipe``).
+"""Run the forward and backward passes of micro-batches interleaved (every schedule but ``gpipe``).
 
-The user's code runs once per micro-batch and is suspended where it calls the module (:mod:`.suspended`). On three
-stages, with ``b`` for the code before the call, ``a`` for the code after it (the loss), and the driver as the last
-stage:
+The user's code runs once per micro-batch and is suspended where it calls the module (:mod:`.suspended`). The diagram
+shows three stages, with the driver as the last stage. ``b`` is the code before the call, ``a`` the code after the call
+(the loss):
 
     stage 0     F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
     stage 1     .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
     driver   b0 b1 b2 b3 F0 a0 B0 F1 a1 B1 F2 a2 B2 F3 a3 B3
 
-Gradients are kept apart from ``.grad`` until the backward pass of the returned loss releases them.
+Gradients are kept separate from ``.grad`` until the backward pass of the returned loss releases them.
 
 Index letters: ``m`` micro-batch, ``i`` stage.
 """
@@ -43,11 +43,11 @@ Code = Callable[[], Tensor | None]
 
 @dataclass(frozen=True)
 class Shares:
-    """The shares of two sets of gradients in their sum, when those of a pass are added to ``.grad``.
+    """The factors of both summands when the gradients of a pass are added to ``.grad``.
 
     Attributes:
-        added: Factor on the gradients of the pass.
-        kept: Factor on the gradients that are in ``.grad`` already.
+        added: The factor of the gradients of the pass.
+        kept: The factor of the gradients that are already in ``.grad``.
     """
 
     added: float = 1.0
@@ -58,8 +58,8 @@ class PerMicrobatch:
     """Runs user code once per micro-batch.
 
     Args:
-        executor: Leads the stages.
-        parameters: Returns the parameters that have their values in this process.
+        executor: Runs the passes on all stages.
+        parameters: Returns the parameters whose values are in this process.
     """
 
     def __init__(self, executor: Executor, parameters: Callable[[], Sequence[nn.Parameter]]) -> None:
@@ -78,16 +78,16 @@ class PerMicrobatch:
         """Run the forward and backward pass of every micro-batch.
 
         Args:
-            codes: What to run for each micro-batch.
-            weights: The share of each micro-batch in the loss. A micro-batch without a share has no backward pass, and
-                its loss may be infinite or not a number.
-            context: Settings of forward passes; backward passes run under those of the caller.
-            scale: Factor on the loss in the backward passes, so that small gradients survive in float16.
-            shares: Called when the gradients are added to ``.grad``; returns the shares in that sum.
+            codes: The code to run for each micro-batch.
+            weights: The weight of each micro-batch in the loss. A micro-batch with weight 0 has no backward pass, and
+                its loss may be infinite or NaN.
+            context: Settings for the forward passes. Backward passes run under the caller's settings.
+            scale: The factor of the loss in the backward passes, so that small gradients do not underflow in float16.
+            shares: Called when the gradients are added to ``.grad``; returns the factors of that sum.
 
         Returns:
-            The weighted sum of the losses, whose backward pass gives every parameter its gradient; ``None`` if no code
-            returned a loss.
+            The weighted sum of the losses, whose backward pass sets the gradient of every parameter; ``None`` if no
+            code returned a loss.
         """
         executor = self._executor
         with torch.no_grad(), executor.explained():
@@ -99,11 +99,11 @@ class PerMicrobatch:
                 executor.run("training", this, code)
             losses = code.losses
             if not code.learns and any(loss is not None for loss in losses):
-                raise RuntimeError("the loss that training_step returns does not depend on anything that is trained")
+                raise RuntimeError("the loss that training_step returns does not depend on any trainable parameter")
         known = [(weight, loss) for weight, loss in zip(weights, losses, strict=True) if loss is not None]
         if not known:
             return None
-        device = executor.stage.device  # a loss that is a constant may be elsewhere
+        device = executor.stage.device  # a constant loss may be on another device
         parts = [weight * loss if weight else torch.zeros_like(loss) for weight, loss in known]
         total = torch.stack([part.to(device) for part in parts]).sum()
         return with_backward(total, [True], [], partial(_release, run, gathered, scale, shares))
@@ -117,7 +117,7 @@ def _release(
     grads: Sequence[Tensor | None],
     _: Any,
 ) -> list[Tensor | None]:
-    """Add the gradients of a pass, times that of its loss, to ``.grad`` on every stage."""
+    """Add the gradients of a pass, times the gradient of its loss, to ``.grad`` on every stage."""
     executor = run.spend()
     executor.note_backward(run.this.number)
     share = shares()
@@ -130,14 +130,14 @@ def _release(
 
 
 class _TrainingStep:
-    """``training_step`` of each micro-batch of one pass, between the actions of the driver.
+    """Runs ``training_step`` for each micro-batch of one pass, between the actions of the driver.
 
     Args:
-        executor: Leads the stages.
+        executor: Runs the passes on all stages.
         steps: Begins suspended runs.
         this: The pass.
-        codes: What to run for each micro-batch.
-        weights: The factor on each loss in its backward pass.
+        codes: The code to run for each micro-batch.
+        weights: The factor of each loss in its backward pass.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class _TrainingStep:
         """Whether the loss of any micro-batch requires a backward pass."""
         self._steps: list[SuspendedStep] = []
         self._inputs: list[list[Tensor]] = []
-        """Per micro-batch, the tensors in the module's input that require a gradient."""
+        """For each micro-batch, the tensors in the module's input that require a gradient."""
         self._is_joined = False
         """Whether the last output has its graph."""
 
@@ -169,7 +169,7 @@ class _TrainingStep:
 
     @contextmanager
     def abandoned_on_error(self) -> Iterator[None]:
-        """Within this, end the suspended runs if an error occurs."""
+        """Context that ends the suspended runs if an error occurs."""
         try:
             yield
         except BaseException:
@@ -192,11 +192,11 @@ class _TrainingStep:
             )
         if step.context != this.context:
             raise RuntimeError(
-                "training_step called the pipelined module under autocast or other settings of its own, but "
+                "training_step called the pipelined module under autocast or other changed settings, but "
                 "schedule='1f1b' runs its layers under those of the precision plug-in. Use schedule='gpipe'."
             )
         input, step.input = step.input, None
-        # Code that runs meanwhile may reuse the memory of this input for that of its next micro-batch.
+        # The input is copied, because the code of the next micro-batch may reuse its memory.
         input = pack_objects(input)
         leaves, spec = leaves_of(input)
         sent = [plain(leaf).detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -212,10 +212,10 @@ class _TrainingStep:
             return code()
 
     def joins(self, row: Row, place: int) -> bool:
-        """Whether the backward pass of a micro-batch's loss goes on through the last chunk.
+        """Whether the backward pass of a micro-batch's loss continues through the last chunk.
 
-        It does if the action is the forward pass of the last chunk, and the chunk's backward action follows the loss at
-        once and is whole. Two calls of autograd with the output as a leaf in between would cost more.
+        This is so if the action is the forward pass of the last chunk, and the chunk's whole backward action follows
+        the loss immediately. Two calls of autograd, with the output as a leaf in between, would cost more.
         """
         action, this = row[place], self._this
         if not isinstance(action, Action) or action.kind != "F" or action.stage != self._executor.last_chunk:
@@ -223,7 +223,7 @@ class _TrainingStep:
         m = action.microbatch
         self._is_joined = (
             not (m < this.recomputed or this.at_once or this.splits)
-            and not self._inputs[m]  # the code before the call has a graph, which is gone through again
+            and not self._inputs[m]  # otherwise _answer uses the graph of the code before the call again
             and self._comes_next(Action("B", m, action.stage), islice(row, place + 1, None))
         )
         return self._is_joined
@@ -238,7 +238,7 @@ class _TrainingStep:
         return False
 
     def _is_empty(self, operation: Operation) -> bool:
-        """Whether an operation receives the gradients of an input that requires none."""
+        """Whether an operation receives the gradients of an input that requires no gradient."""
         if not isinstance(operation, Post) or (operation.way, operation.kind, operation.edge) != ("RECV", "B", 0):
             return False
         return not self._inputs[operation.microbatch]
@@ -272,9 +272,9 @@ class _TrainingStep:
             raise RuntimeError(f"training_step returned a loss of shape {list(loss.shape)}; it must be a single number")
         if loss is not None and loss.requires_grad:
             self.learns = True
-        if loss is not None and loss.requires_grad and self._weights[m]:  # 0 times an infinite gradient is not 0
-            # The loss may also depend on the input directly; _answer goes through that part of the graph again. If it
-            # depends on side outputs of the own stage, the backward action goes through the stage's graph again.
+        if loss is not None and loss.requires_grad and self._weights[m]:  # 0 times an infinite gradient is NaN
+            # The loss may also depend on the input directly; _answer then uses that part of the graph again. If it
+            # depends on side outputs of this stage, the backward action uses the stage's graph again.
             keep = not is_joined and (
                 bool(self._inputs[m]) or (bool(self._side_outputs.known) and self._side_outputs.have_graphs)
             )
@@ -284,16 +284,16 @@ class _TrainingStep:
             executor.output_grads.send([slot.value for slot in slots], this.number, m)
         if recorder is not None and not ended:
             recorder.end("loss", m, executor.last_chunk, this.number)
-        return None if loss is None else loss.detach().clone()  # later code may change what it has returned
+        return None if loss is None else loss.detach().clone()  # later code may change the returned loss
 
     def _end_at_output(self, recorder: ActionRecorder, output: Any, m: int, ended: list[bool]) -> None:
-        """Have the record of the code end where its backward pass comes to the output, and that of the chunk begin.
+        """When the backward pass reaches the output, end the record of the code and begin the record of the chunk.
 
         Args:
             recorder: The recorder.
             output: The output, with its graph.
             m: The micro-batch.
-            ended: Gets an entry when that has happened.
+            ended: An entry is added when this has happened.
         """
 
         def end(_: Tensor) -> None:

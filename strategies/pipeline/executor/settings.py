@@ -1,4 +1,4 @@
-"""The settings of a pipeline, validated."""
+"""The validated settings of a pipeline."""
 
 import threading
 from collections.abc import Callable, Hashable, Sequence
@@ -18,7 +18,7 @@ from strategies.pipeline.stage.layers import RECOMPUTE_MODES
 from strategies.pipeline.transport.planes import AUTO, GLOO, PLANES, chosen_plane
 
 ScheduleChoice = str | Path | Callable[[int, int], CustomTable]
-"""The name of a schedule, the file of a table, or a function of processes and micro-batches that returns a table."""
+"""The name of a schedule, the file of a table, or a function ``(processes, microbatches)`` that returns a table."""
 
 
 @dataclass(frozen=True)
@@ -40,37 +40,37 @@ class Settings:
 
     @property
     def patience_seconds(self) -> float:
-        """How long a process waits for another one that has not been declared hung."""
+        """How long a process waits for another process that is not known to hang."""
         return BUSY_FACTOR * self.rpc_timeout_sec
 
     @property
     def interleaves(self) -> bool:
-        """Whether ``training_step`` runs once per micro-batch, with forward and backward passes in turn."""
+        """Whether ``training_step`` runs once per micro-batch, with interleaved forward and backward passes."""
         return self.schedule != "gpipe"
 
     @property
     def is_auto(self) -> bool:
-        """Whether the schedule is yet to be found."""
+        """Whether the schedule still has to be chosen."""
         return self.schedule == AUTO_SCHEDULE
 
     def plane(self, devices: Sequence[torch.device], hosts: Sequence[Hashable]) -> str:
         """Return the data plane for stages on these devices of these hosts.
 
         Raises:
-            ValueError: If they cannot use the one that was chosen.
+            ValueError: If these devices cannot use the data plane that the user chose.
         """
         return chosen_plane(self.data_plane, devices, hosts)
 
     def programs(self, processes: int, *, ordered: bool = False) -> Programs:
-        """Return what each process does in a pass; under ``"auto"``, what it does where nothing is trained.
+        """Return the operations of each process in a pass; under ``"auto"``, those of a pass without training.
 
         Args:
             processes: The number of stages.
-            ordered: Whether sends and receives are in one order of all processes; see
+            ordered: Whether all processes agree on one order of sends and receives; see
                 :func:`~strategies.pipeline.schedule.posting.posting_order`.
 
         Raises:
-            ValueError: If the file of a table cannot be read, or a table of one's own cannot run on this number of
+            ValueError: If the file of a table cannot be read, or a custom table cannot run on this number of
                 processes.
         """
         order = posting_order if ordered else direct_order
@@ -85,7 +85,7 @@ class Settings:
         except OSError as error:
             raise ValueError(f"schedule={str(schedule)!r} is the path of a table, but: {error}.") from error
         tables = Programs(lambda m: custom_table(schedule, processes, m), placement, order)
-        tables.training[self.microbatches]  # raises an error if it cannot run
+        tables.training[self.microbatches]  # raises an error if the table cannot run
         return tables
 
     def __post_init__(self) -> None:
@@ -137,10 +137,8 @@ class Settings:
             )
         elif not schedule.endswith(".csv"):
             raise ValueError(
-                f"Unknown schedule {schedule!r}{did_you_mean(schedule, names)} (The name of a file with a table of "
-                "one's own ends with .csv.)"
+                f"Unknown schedule {schedule!r}{did_you_mean(schedule, names)} (The name of a file with a custom "
+                "table ends with .csv.)"
             )
         if chunks is not None:
-            raise ValueError(
-                f"A table of one's own determines the chunks of layers, so leave chunks_per_stage={chunks} out."
-            )
+            raise ValueError(f"A custom table determines the chunks of layers, so leave chunks_per_stage={chunks} out.")

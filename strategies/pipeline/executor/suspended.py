@@ -1,12 +1,12 @@
-"""Runs user code that is suspended where it calls the pipelined module, and resumed with the module's output.
+"""Run user code, suspend it where it calls the pipelined module, and resume it with the module's output.
 
     lead   begin ─┐                 ┌─ sends the input ... has the output ─┐                   ┌─ backward pass
     step          └─ x = before() ──┘                                      └─ loss = after(y) ─┘
 
-The lead is the driver's code that runs a pass. Each step is a greenlet: it has its own call stack, and runs on the
-thread of the lead until it calls the module or ends. Each step also has its own context variables, its own random state
-and default dtype, which are global to the process, and its own settings of torch that belong to a thread. So code that
-runs in between does not affect them.
+The lead is the driver's code that runs a pass. Each step is a greenlet: it has a separate call stack, and runs on the
+thread of the lead until it calls the module or ends. Each step also has separate context variables, a separate random
+state and default dtype (global to the process), and separate thread-local settings of torch. Code that runs in between
+does not affect these.
 """
 
 from collections.abc import Callable
@@ -39,15 +39,15 @@ from strategies.pipeline.stage.layers import (
 
 
 class Abandoned(BaseException):
-    """Ends a step that will get no output. Not an ``Exception``, so that user code does not catch it."""
+    """Ends a step that gets no output. Not an ``Exception``, so that user code does not catch it."""
 
 
 Modes = tuple[list[Any], list[Any], list[Any]]
-"""Function modes, dispatch modes, and pairs of hooks on tensors that autograd saves; in each list, outermost first."""
+"""Function modes, dispatch modes, and pairs of saved-tensor hooks. Each list begins with the outermost one."""
 
 
 def take_modes() -> Modes:
-    """Remove all modes of torch from this thread, such as those of ``torch.device`` and ``saved_tensors_hooks``."""
+    """Remove and return all torch modes of this thread, such as ``torch.device`` and ``saved_tensors_hooks``."""
     modes: Modes = [], [], []
     while num_function_modes():
         modes[0].insert(0, pop_function_mode())
@@ -60,7 +60,7 @@ def take_modes() -> Modes:
 
 
 def _add_modes(modes: Modes) -> None:
-    """Add modes that :func:`take_modes` returned to those of this thread."""
+    """Add modes that :func:`take_modes` returned to the modes of this thread."""
     for mode in modes[0]:
         push_function_mode(mode)
     for mode in modes[1]:
@@ -71,14 +71,14 @@ def _add_modes(modes: Modes) -> None:
 
 @dataclass
 class _ThreadSettings:
-    """What torch keeps for each thread and user code may have changed when it is suspended.
+    """The thread-local settings of torch that user code may have changed when it is suspended.
 
     Attributes:
-        modes: Modes that are active.
+        modes: The active modes.
         grad: Whether autograd records.
-        autocast: For types of device, whether autocast is on, and to which dtype.
-        autocast_cache: Whether autocast keeps converted weights.
-        autocast_depth: Number of contexts of autocast that are open; the outermost one clears the cache.
+        autocast: For each device type, whether autocast is enabled, and its dtype.
+        autocast_cache: Whether autocast caches converted weights.
+        autocast_depth: Number of open autocast contexts. The outermost context clears the cache.
     """
 
     modes: Modes
@@ -101,10 +101,10 @@ class _ThreadSettings:
         )
 
     def put(self, now: "_ThreadSettings | None" = None) -> None:
-        """Give this thread, which has no modes, the settings.
+        """Apply the settings to this thread, which has no modes.
 
         Args:
-            now: The settings that it has, of which only those that differ are set; ``None`` if they are not known.
+            now: The current settings of the thread, so that only different ones are set; ``None`` if not known.
         """
         if now is None or now.grad != self.grad:
             torch.set_grad_enabled(self.grad)
@@ -120,11 +120,11 @@ class _ThreadSettings:
                 depth = torch.autocast_increment_nesting()
             while depth > self.autocast_depth:
                 depth = torch.autocast_decrement_nesting()
-        _add_modes(self.modes)  # last: function modes are called for some of the above
+        _add_modes(self.modes)  # last, because some of the above would call function modes
 
 
 class SuspendedStep:
-    """One run of a function, begun by :meth:`Steps.begin`."""
+    """One run of a function, started by :meth:`Steps.begin`."""
 
     def __init__(
         self,
@@ -137,9 +137,9 @@ class SuspendedStep:
         self.has_called = False
         """Whether the function has called the module and is suspended until it gets the output."""
         self.input: Any = None
-        """The argument of that call. The caller of :meth:`Steps.begin` sets it to ``None`` to free its memory."""
+        """The argument of that call. The caller of :meth:`Steps.begin` sets it to ``None`` to free the memory."""
         self.context: PassContext | None = None
-        """The settings of the thread at that call."""
+        """The settings of the thread during that call."""
         self.result: Any = None
         """The return value of the function."""
         self._device, self._seed, self._expected, self._python = device, seed, expected, python
@@ -155,7 +155,7 @@ class SuspendedStep:
         """Return ``output`` from the function's call of the module, and wait until the function has ended.
 
         Raises:
-            Exception: Whatever the function raises.
+            Exception: Any exception that the function raises.
         """
         self.has_called = False
         self._hand_over(True, output)
@@ -193,7 +193,7 @@ class SuspendedStep:
             raise error
 
     def call(self, input: Any) -> Any:
-        """Suspend the step in its call of the module; returns the module's output."""
+        """Suspend the step in its call of the module, and return the module's output when the step is resumed."""
         if self.context is not None:
             raise RuntimeError(
                 "training_step called the pipelined module twice; schedule='1f1b' runs it once per micro-batch, with "
@@ -209,7 +209,7 @@ class SuspendedStep:
         self.input, self.has_called = input, True
         self.context = expected if is_expected else PassContext.capture(self._device.type)
         del input
-        self._suspended = getcurrent()  # a greenlet of the user's, if training_step runs the module in one
+        self._suspended = getcurrent()  # a greenlet of the user if training_step calls the module in one
         go_on, output = self._lead.switch(None)
         if not go_on:
             raise Abandoned
@@ -240,9 +240,10 @@ class _Runs(greenlet):
 
 
 class Steps:
-    """Begins steps.
+    """Starts steps.
 
-    Each step leaves the process's random state as its own has become; the lead restores that of the process at the end.
+    A step leaves the global random state as its code has changed it. The lead restores the state of the process at the
+    end.
 
     Args:
         device: The device of this process.
@@ -255,7 +256,7 @@ class Steps:
     def current(self) -> SuspendedStep | None:
         """The step that runs on this thread."""
         running: greenlet | None = getcurrent()
-        while running is not None:  # training_step may start greenlets of its own
+        while running is not None:  # training_step may start further greenlets
             if isinstance(running, _Runs):
                 return running.step
             running = running.parent
@@ -267,15 +268,15 @@ class Steps:
         Args:
             function: The function.
             seed: The seed of its random numbers.
-            expected: The settings that it is expected to call the module under, which are then not captured again.
+            expected: The settings under which the function is expected to call the module. They need no capture then.
 
         Raises:
-            Exception: Whatever the function raises.
+            Exception: Any exception that the function raises.
         """
         step = SuspendedStep(function, seed, self._device, expected, self._python)
         try:
             step.resume()
-        except BaseException:  # KeyboardInterrupt too, during which the function still runs
+        except BaseException:  # including KeyboardInterrupt, while the function still runs
             step.abandon()
             raise
         return step

@@ -1,7 +1,7 @@
 """The user's optimizers over all stages: steps, gradients and states, as if every parameter were on the driver.
 
-The optimizer objects are those that the user has made; they step the parameters of the driver. Each worker has copies
-of them, restricted to its own parameters.
+The user's optimizer objects step the parameters of the driver. Each worker has copies of them, restricted to the
+parameters of its stage.
 """
 
 import warnings
@@ -43,17 +43,17 @@ from strategies.pipeline.stage.recorder import ActionRecorder
 
 
 class PipelineOptimizers:
-    """The user's optimizers; what happens to them happens on every stage to which they are connected.
+    """Applies steps and other changes of the user's optimizers to every connected stage.
 
     The object outlives a connection: hooks on the user's optimizers refer to it, and a pipeline that starts new workers
-    after an error connects it to those.
+    after an error connects it to the new workers.
 
     Args:
-        optimizers: The optimizers, of which every worker gets its part.
+        optimizers: The optimizers. Every worker gets its part of them.
         locate: Names a parameter and the stage that holds it, for messages.
-        complete: Called before gradients are used; averages them over replicas if that is still to be done.
-        skips_infinite_steps: Whether a gradient scaler looks for infinite gradients and leaves out a step that has
-            some; no warning tells of them then.
+        complete: Called before gradients are used; averages them over replicas if this has not been done yet.
+        skips_infinite_steps: Whether a gradient scaler skips steps with infinite gradients. In that case no warning
+            reports them.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class PipelineOptimizers:
     ) -> None:
         self.optimizers, self._locate, self._complete = list(optimizers), locate, complete
         self.num_steps = 0
-        """Number of steps and other calls so far that have changed parameters."""
+        """Number of steps and other calls so far that changed parameters."""
         self._skips_infinite_steps = skips_infinite_steps
         self.numbers: list[list[list[int]]] = []
-        """For each stage on a worker and each optimizer, the numbers of the parameters that live there."""
+        """For each stage on a worker and each optimizer, the numbers of the parameters of the stage."""
         self._remotes: Sequence[RemoteStage] = ()
         self._shipped = [_group_sizes(optimizer) for optimizer in self.optimizers]
         self._shared_steps: SharedSteps | None = None
@@ -80,30 +80,30 @@ class PipelineOptimizers:
     def connect(
         self, remotes: Sequence[RemoteStage], numbers: Sequence[list[list[int]]], *, dividing: Averaging | None = None
     ) -> None:
-        """Connect the optimizers to stages on workers, which have received their parts, until :meth:`end`.
+        """Connect the optimizers to stages on workers until :meth:`end`. The workers have received their parts.
 
         Args:
             remotes: The stages.
-            numbers: For each stage and each optimizer, the numbers of the parameters that live there.
-            dividing: Connects the replicas of the driver's stage, which divide optimizer states and steps among them;
-                ``None`` if they do not.
+            numbers: For each stage and each optimizer, the numbers of the parameters of the stage.
+            dividing: Connects the replicas of the driver's stage if they divide optimizer states and steps among
+                themselves; otherwise ``None``.
         """
         self._remotes, self.numbers = tuple(remotes), list(numbers)
         self._shared_steps = SharedSteps(self.optimizers, dividing) if dividing is not None else None
 
     @property
     def are_divided(self) -> bool:
-        """Whether other processes make a part of each step."""
+        """Whether other processes perform a part of each step."""
         return bool(self._remotes) or self._shared_steps is not None
 
     def drop_shipped_states(self) -> None:
-        """Delete the states that the workers have received; on the driver they would only take memory."""
+        """Delete the states that the workers have received, to free memory on the driver."""
         for optimizer in self.optimizers:
             for parameter in [p for p in optimizer.state if isinstance(p, Tensor) and p.is_meta]:
                 del optimizer.state[parameter]
 
     def end(self) -> None:
-        """Disconnect the stages; the optimizers are whole again, but for states that replicas have divided."""
+        """Disconnect the stages. The optimizers are whole again, except for states that replicas have divided."""
         self._remotes, self.numbers = (), []
         if self._shared_steps is not None:
             self._shared_steps.close()
@@ -117,11 +117,11 @@ class PipelineOptimizers:
             own.append(new)
 
     def step_remotes(self, optimizer: Optimizer, arguments: Mapping[str, Any]) -> None:
-        """Step the workers' parts with the hyperparameters that the optimizer has now, without waiting.
+        """Step the workers' parts with the current hyperparameters of the optimizer, without waiting.
 
         Args:
             optimizer: The optimizer.
-            arguments: Arguments of its ``step``, without the closure.
+            arguments: The arguments of ``step``, without the closure.
 
         Raises:
             RuntimeError: If the parameters of the optimizer have changed since the start.
@@ -131,7 +131,7 @@ class PipelineOptimizers:
             raise RuntimeError(
                 f"{type(optimizer).__name__} has parameter groups of {_group_sizes(optimizer)} parameters, but the "
                 f"pipeline started with {self._shipped[k]}; groups cannot be added while it runs (add_param_group). "
-                "Give all parameters to the optimizer from the start and freeze those that are not to be trained yet."
+                "Give all parameters to the optimizer from the start, and freeze those that do not train yet."
             )
         self._complete()
         values = hyperparameters(optimizer)
@@ -147,19 +147,19 @@ class PipelineOptimizers:
             self._shared_steps.before_step(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Send new values to the other replicas if they divide steps; called after each step on the driver."""
+        """Send new values to the other replicas if they divide steps. Called after each step on the driver."""
         if self._shared_steps is not None:
             self._shared_steps.after_step(optimizer)
-        if self.recorder is not None and not runs_own_code(optimizer):  # or it is a part of a step
+        if self.recorder is not None and not runs_own_code(optimizer):  # otherwise this is a part of a step
             self.recorder.end("step")
 
     def call_method(self, optimizer: Optimizer, call: MethodCall) -> Any:
         """Call a method of an optimizer on every stage, such as the switch between training and evaluation weights.
 
-        The workers call the method before whatever they do next, with the hyperparameters that the optimizer has now.
+        The workers call the method before their next command, with the current hyperparameters of the optimizer.
 
         Raises:
-            RuntimeError: If it returns something, and not the same on every stage.
+            RuntimeError: If the method returns different values on different stages.
         """
         k, here = self._number_of(optimizer), [p for p in parameters_of(optimizer) if not p.is_meta]
         context = PassContext.capture(here[0].device.type if here else "cpu")
@@ -186,8 +186,8 @@ class PipelineOptimizers:
         numbers = [k for k, own in enumerate(self.optimizers) if own is optimizer]
         if not numbers:
             raise ValueError(
-                f"this {type(optimizer).__name__} is not one of those with which the pipeline started; they are what "
-                "configure_optimizers returned"
+                f"this {type(optimizer).__name__} is not one of the optimizers with which the pipeline started, which "
+                "are those that configure_optimizers returned"
             )
         return numbers[0]
 
@@ -207,9 +207,9 @@ class PipelineOptimizers:
             remote.send(StageCommands.zero_grad, self._number_of(optimizer), set_to_none)
 
     def clip_grad_norm(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale the gradients of all stages so that their common norm is at most ``max_norm``.
+        """Scale the gradients of all stages so that their total norm is at most ``max_norm``.
 
-        Norms of single parameters are combined in the order of ``torch.nn.utils.clip_grad_norm_``.
+        Combines the norms of single parameters in the order of ``torch.nn.utils.clip_grad_norm_``.
 
         Returns:
             The norm before clipping, a scalar.
@@ -254,28 +254,28 @@ class PipelineOptimizers:
 
         Args:
             optimizer: The optimizer.
-            taken: Returns the states of another stage, of the part of its state that they are. By default with values.
+            taken: Returns the optimizer states in the shelved part of a remote stage; by default with their values.
         """
         k = self._number_of(optimizer)
-        state = type(optimizer).state_dict(optimizer)  # ``state_dict`` of the object is this method
+        state = type(optimizer).state_dict(optimizer)  # the object's ``state_dict`` calls this method
         if self._shared_steps is not None:
             state["state"] = self._shared_steps.gathered(state["state"])
         for remote, numbers in zip(self._remotes, self.numbers, strict=True):
             part = ShelvedPart.of(remote, Part(PartKind.WHOLE_OPTIMIZER, k))
             if foreign := sorted(part.tree.keys() - set(numbers[k])):
                 raise RuntimeError(
-                    f"{remote.description} gave a state of optimizer {k} that is not that of its parameters: "
-                    f"unexpected {foreign}. No checkpoint can be made of it."
+                    f"{remote.description} returned states of optimizer {k} that do not belong to its parameters: "
+                    f"unexpected {foreign}. They cannot be saved in a checkpoint."
                 )
             state["state"].update(taken(part))
         state["state"] = in_order(state["state"])
         return state
 
     def load_state_dict(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load a whole state dict: each stage gets the states of its own parameters only.
+        """Load a whole state dict. Each stage gets only the states of its parameters.
 
         Raises:
-            ValueError: If the state belongs to other parameters; nothing has been loaded then.
+            ValueError: If the state does not belong to the optimizer's parameters. Nothing is loaded in that case.
         """
         k = self._number_of(optimizer)
         check_optimizer_state(optimizer, state, f"optimizer {k}, a {type(optimizer).__name__}")
@@ -287,7 +287,7 @@ class PipelineOptimizers:
             remote.ask(StageCommands.place, Part(PartKind.OPTIMIZER, k), states).wait()
 
     def _where_stored(self, tensor: Tensor) -> Any:
-        """Return where the values of a tensor are stored, or else the tensor on the CPU: RPC sends no others."""
+        """Return a reference to the file with a tensor's values, or the tensor on the CPU, for sending by RPC."""
         return self.references.stored(tensor) or tensor.detach().cpu()
 
     def load_here(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -297,11 +297,11 @@ class PipelineOptimizers:
         type(optimizer).load_state_dict(optimizer, state)
 
     def take_back(self, k: int, states: Mapping[int, Any]) -> None:
-        """Copy a worker's states into an optimizer of the user; its parameters must have values here again."""
+        """Copy a worker's states into the user's optimizer. The parameters must have values in this process again."""
         optimizer = self.optimizers[k]
         parameters = parameters_of(optimizer)
         optimizer.state.update({parameters[number]: state for number, state in states.items()})
-        for parameter in [p for p in parameters if p in optimizer.state]:  # sort as in one process
+        for parameter in [p for p in parameters if p in optimizer.state]:  # the order of one process
             optimizer.state[parameter] = optimizer.state.pop(parameter)
 
 
@@ -313,14 +313,14 @@ def follow_optimizer(
     refused: type[Exception] = RuntimeError,
     after_method: Callable[[], None] = lambda: None,
 ) -> list[Callable[[], None]]:
-    """Have steps, ``zero_grad``, other methods and the state of the user's optimizer concern all stages.
+    """Make steps, ``zero_grad``, other methods and the state of the user's optimizer apply to all stages.
 
     Args:
         own: The user's optimizer.
-        optimizers: The optimizers over all stages, one of which it is.
-        holders: Objects around it that have a ``zero_grad`` of their own, such as a ``LightningOptimizer``.
+        optimizers: The optimizers over all stages, including this one.
+        holders: Wrappers of the optimizer with a separate ``zero_grad``, such as a ``LightningOptimizer``.
         refused: Type of the error for an optimizer that the stages cannot follow.
-        after_method: Called after each call of a method that the optimizer's class adds to torch's.
+        after_method: Called after each call of a method that the optimizer's class adds to ``Optimizer``.
 
     Returns:
         Functions that undo this.
@@ -353,7 +353,7 @@ def _group_sizes(optimizer: Optimizer) -> list[int]:
 
 
 def clears_as_torch_does(optimizer: Optimizer) -> bool:
-    """Return whether ``zero_grad`` of an optimizer is torch's, apart from what :func:`follow_optimizer` has added."""
+    """Return whether ``zero_grad`` of an optimizer is torch's, apart from the changes of :func:`follow_optimizer`."""
     method: Any = optimizer.zero_grad
     if isinstance(method, partial) and method.func is _zero_grad:
         method = method.args[2]

@@ -4,10 +4,10 @@
                    ┆            ┆            ┆       a group for each stage
     replica 1   stage 0 ──── stage 1 ──── driver
 
-A stage averages its gradients over the replicas as soon as its own backward passes are done, while earlier stages still
-run theirs. The replicas of a stage may also divide its optimizer states and steps (ZeRO)::
+A stage averages its gradients over the replicas as soon as its backward passes are done, while earlier stages still run
+backward passes. The replicas of a stage may also divide its optimizer states and steps (ZeRO)::
 
-    gradients, the same in all ──▶ each replica steps its share ──▶ new values to all
+    averaged gradients ──▶ each replica steps its share ──▶ new values to all replicas
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,12 +32,12 @@ _BUCKET_BYTES = 25 * 2**20
 """Size of a bucket, as in DistributedDataParallel: large enough for the network, and little extra memory."""
 
 _ALONE_BYTES = 2**20
-"""A gradient of at least this size is sent by itself, without being copied into a bucket."""
+"""A gradient of at least this size is sent separately and not copied into a bucket."""
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """The pipelines that train together, as one of them sees them.
+    """The place of one pipeline among the pipelines that train together.
 
     Attributes:
         number: Number of this pipeline.
@@ -46,8 +46,8 @@ class Replicas:
             :mod:`~strategies.launch.rendezvous`.
         timeout_seconds: Time-out for waiting for another replica.
         reachable_address: An address that every process can reach.
-        divide_states: Whether the replicas of a stage divide its optimizer states among them.
-        round: How often the pipelines have gone back to a snapshot, each time with new workers.
+        divide_states: Whether the replicas of a stage divide its optimizer states among themselves.
+        round: How often the pipelines have returned to a snapshot, each time with new workers.
     """
 
     number: int
@@ -59,23 +59,23 @@ class Replicas:
     round: int = 0
 
     def join(self, stage: int, check: Callable[[], None] = lambda: None) -> ProcessGroup:
-        """Connect the processes of one stage; returns their group when all have joined.
+        """Connect the processes of one stage. Returns their group when all have joined.
 
         Args:
             stage: Number of the stage.
-            check: Called while waiting; ends the wait by raising.
+            check: Called while waiting. Ends the wait by raising an exception.
         """
         url = f"{self.rendezvous}/stage-{stage}" + (f"-{self.round}" if self.round else "")
         return join_group(url, self.number, self.count, self.timeout_seconds, self.reachable_address, check)
 
 
 class Averaging:
-    """Keeps one stage the same in all replicas, together with the other replicas of the stage.
+    """Keeps the gradients, parameters and buffers of one stage equal in all replicas.
 
     Args:
         group: The processes that hold the stage.
-        parameters: Returns the parameters whose values are in this process, in the same order in all replicas.
-        buffers: Returns the buffers whose values are in this process, in the same order in all replicas.
+        parameters: Returns the parameters whose values are in this process, in an order that all replicas share.
+        buffers: Returns the buffers whose values are in this process, in an order that all replicas share.
         wait: Calls a function that waits for other processes.
     """
 
@@ -92,7 +92,7 @@ class Averaging:
         self.replica, self.count = group.rank(), group.size()
 
     def close(self) -> None:
-        """Close the connections; the waits of other replicas fail. A wait under way here holds them until it ends."""
+        """Close the connections, so that the waits of other replicas fail. A wait in this process delays this."""
         self._group = None
 
     @property
@@ -107,18 +107,18 @@ class Averaging:
 
     @torch.no_grad()
     def average(self, share: float | None = None) -> None:
-        """Replace each gradient by its mean over the replicas; a missing gradient counts as zero.
+        """Replace each gradient with its mean over the replicas. A missing gradient counts as zero.
 
         Buffers are copied from replica 0, as in DistributedDataParallel, so all replicas have the same statistics.
 
         Args:
-            share: The share of this replica in the mean; the shares of all replicas add up to 1. By default all
-                replicas have the same share.
+            share: The weight of this replica in the mean. The weights of all replicas add up to 1. By default all
+                replicas have the same weight.
         """
         parameters = self._parameters()
         self._agree(parameters)
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        for grad in grads:  # first: the sum might be too large for float16
+        for grad in grads:  # before the sum, which might be too large for float16
             if share is None:
                 grad.div_(self.count)
             else:
@@ -134,19 +134,19 @@ class Averaging:
 
     @torch.no_grad()
     def spread(self, tensors: Sequence[Tensor], replica: int) -> None:
-        """Copy tensors from one replica to the others."""
+        """Copy tensors from one replica to all other replicas."""
         for bucket in _filled(tensors):
             message = torch.cat([tensor.detach().cpu().flatten().view(torch.uint8) for tensor in bucket])
             self._finish([self._connected.broadcast(message, replica)])
             for tensor, value in zip(bucket, message.split([tensor.nbytes for tensor in bucket]), strict=True):
-                tensor.copy_(value.clone().view(tensor.dtype).view_as(tensor))  # a copy is where its type may be
+                tensor.copy_(value.clone().view(tensor.dtype).view_as(tensor))  # the copy is aligned for its dtype
 
     def gathered(self, states: dict[int, Any]) -> dict[int, Any]:
         """Gather optimizer states on replica 0; see :func:`~strategies.sharding.states.gather_states`."""
         return gather_states(states, self._connected, self._wait)
 
     def _agree(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Give every parameter that has a gradient in any replica one in this replica, in the same layout."""
+        """Add a zero gradient, in the common layout, to parameters that have a gradient in another replica only."""
         layouts = [None if parameter.grad is None else parameter.grad.layout for parameter in parameters]
         kinds = (torch.strided, torch.sparse_coo)
         found = torch.tensor([[layout == kind for kind in kinds] for layout in layouts], dtype=torch.uint8)
@@ -170,7 +170,7 @@ class Averaging:
                 for work in works:
                     work.wait()
             finally:
-                group = None  # not before: its destructor would wait for the operation, on the main thread
+                group = None  # not earlier: the group's destructor would wait for the operation on the main thread
 
         self._wait(wait)
 
@@ -179,10 +179,10 @@ class SharedSteps:
     """Divides the optimizer states and steps of one stage among its replicas.
 
     Args:
-        optimizers: Optimizers over the parameters of this process; parameters on the ``meta`` device belong to other
+        optimizers: Optimizers over the parameters of this process. Parameters on the ``meta`` device belong to other
             stages.
         averaging: Connects the replicas of the stage.
-        owners: Which replica steps a parameter, if that has been decided before.
+        owners: The replica that steps each parameter, if this has been decided before.
     """
 
     def __init__(
@@ -193,15 +193,15 @@ class SharedSteps:
 
     @property
     def owners(self) -> Mapping[Tensor, int]:
-        """The number of the replica that steps a parameter and has its states."""
+        """For each parameter, the number of the replica that steps it and has its states."""
         return self._ownership.owners
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Leave this replica's share in the groups. Gradients have been averaged before."""
+        """Remove all parameters but this replica's share from the parameter groups. Gradients are already averaged."""
         self._ownership.narrow(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Make the groups whole again, and send the new values to all replicas."""
+        """Restore the parameter groups, and send the new values to all replicas."""
         if runs_own_code(optimizer) or not self._ownership.is_narrowed(optimizer):
             return
         self._ownership.widen(optimizer)
@@ -210,27 +210,27 @@ class SharedSteps:
             self._averaging.spread(own, owner)
 
     def gathered(self, states: dict[int, Any]) -> dict[int, Any]:
-        """Return the states of all the stage's parameters on the first replica, and nothing on the others."""
+        """Return the states of all parameters of the stage on replica 0, and an empty dict on the other replicas."""
         return self._averaging.gathered(states)
 
     def own_part(self, optimizer: Optimizer, states: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Return the states that this replica keeps, of those of a whole optimizer."""
+        """Return the part of a whole optimizer's states that this replica keeps."""
         return self._ownership.own_part(optimizer, states)
 
     def close(self) -> None:
-        """Make the groups of all optimizers whole again; states stay divided."""
+        """Restore the parameter groups of all optimizers. States stay divided."""
         self._ownership.widen_all()
 
 
 def _message(bucket: Sequence[Tensor]) -> Tensor:
-    """Return what is sent for a bucket: its only tensor if that is contiguous or sparse, or a copy of all."""
+    """Return the tensor to send for a bucket: its only tensor if contiguous or sparse, otherwise a copy of all."""
     if len(bucket) == 1 and (bucket[0].is_sparse or bucket[0].is_contiguous()):
         return bucket[0].cpu()
     return torch.cat([grad.flatten().cpu() for grad in bucket])
 
 
 def _buckets(grads: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield buckets: each large or sparse gradient by itself, and the others, of one dtype in a bucket, in order."""
+    """Yield buckets: large and sparse gradients separately, all other gradients together by dtype, in order."""
     small: dict[torch.dtype, list[Tensor]] = {}
     for grad in grads:
         if grad.is_sparse or grad.nbytes >= _ALONE_BYTES:

@@ -1,4 +1,4 @@
-"""How many layers each stage gets: the split of a Sequential whose most expensive stage is as cheap as possible.
+"""Choose the number of layers of each stage, so that the most expensive stage of an ``nn.Sequential`` is cheapest.
 
     layers   0    1    2    3    4    5
     costs    1    2    3    4    5    6
@@ -6,7 +6,7 @@
 
 A pipeline runs at the pace of its most expensive stage; the balance minimises the cost of that stage, exactly.
 
-Legend: i first layer of a stage, j first layer of the next stage, k number of stages that layers i.. are split into.
+Index letters: ``i`` first layer of a stage, ``j`` first layer of the next stage, ``k`` number of stages for layers i...
 """
 
 from __future__ import annotations
@@ -34,24 +34,25 @@ def balance_by_time(
     device: torch.device | str | None = None,
     call: CallLayer = call_layer,
 ) -> list[int]:
-    """Balances by the time of each layer's forward and backward pass.
+    """Balance by the time of each layer's forward and backward pass.
 
     Args:
-        partitions: the number of stages.
-        module: the layers; its parameters, buffers, mode, device and the random state are left as they are.
-        sample: what the first layer takes, ``[batch, ...]`` tensors in any nesting; best with as many rows as a
-            micro-batch will have. Several inputs of a ``Pipe`` are a tuple, in which ``NoChunk`` may be.
-        timeout: the seconds that the measurement of all layers may take together, beyond each layer's warm-up and
-            first few passes.
-        device: where to measure; each layer's own device by default.
-        call: how a layer is called with what the one before it returned; as :class:`Pipe` does by default.
+        partitions: The number of stages.
+        module: The layers. Parameters, buffers, mode, device and the random state do not change.
+        sample: The input of the first layer, ``[batch, ...]`` tensors in any nesting, ideally with as many rows as a
+            micro-batch. Several inputs of a ``Pipe`` are a tuple, which may contain ``NoChunk``.
+        timeout: Time limit in seconds for measuring all layers, in addition to each layer's warm-up and first few
+            passes.
+        device: The device to measure on; by default the device of each layer.
+        call: Calls a layer with the output of the previous layer; by default as :class:`Pipe` does.
 
     Returns:
-        The number of layers of each stage, all at least 1.
+        The number of layers of each stage, each at least 1.
 
     Raises:
-        TypeError: ``module`` is not an ``nn.Sequential``.
-        ValueError: fewer layers than partitions, a parameter that holds a gradient, or an argument out of range.
+        TypeError: If ``module`` is not an ``nn.Sequential``.
+        ValueError: If there are fewer layers than partitions, if a parameter has a gradient, or if an argument is out
+            of range.
     """
     _check(partitions, module)
     if timeout <= 0:
@@ -70,25 +71,26 @@ def balance_by_size(
     device: torch.device | str | None = None,
     call: CallLayer = call_layer,
 ) -> list[int]:
-    """Balances by the memory of each layer's parameters and activations in training.
+    """Balance by the memory of each layer's parameters and activations in training.
 
     Args:
-        partitions: the number of stages.
-        module: the layers; its parameters, buffers, mode, device and the random state are left as they are.
-        sample: a mini-batch as the first layer takes it, ``[batch, ...]`` tensors in any nesting. Several inputs of a
-            ``Pipe`` are a tuple, in which ``NoChunk`` may be.
-        chunks: the number of micro-batches that a mini-batch is split into; activations are those of one of them.
-        param_scale: how many times a trained parameter is held: itself, its gradient, and what the optimizer keeps (SGD
-            2, with momentum 3, Adam 4). A frozen parameter is held once.
-        device: where to measure; each layer's own device by default.
-        call: how a layer is called with what the one before it returned; as :class:`Pipe` does by default.
+        partitions: The number of stages.
+        module: The layers. Parameters, buffers, mode, device and the random state do not change.
+        sample: A mini-batch as the first layer takes it, ``[batch, ...]`` tensors in any nesting. Several inputs of a
+            ``Pipe`` are a tuple, which may contain ``NoChunk``.
+        chunks: The number of micro-batches per mini-batch. Only the activations of one micro-batch count.
+        param_scale: The number of copies of a trained parameter in memory: the parameter, its gradient, and the
+            optimizer states (SGD 2, with momentum 3, Adam 4). A frozen parameter counts once.
+        device: The device to measure on; by default the device of each layer.
+        call: Calls a layer with the output of the previous layer; by default as :class:`Pipe` does.
 
     Returns:
-        The number of layers of each stage, all at least 1; the same for the same arguments.
+        The number of layers of each stage, each at least 1. The same arguments give the same result.
 
     Raises:
-        TypeError: ``module`` is not an ``nn.Sequential``.
-        ValueError: fewer layers than partitions, a parameter that holds a gradient, or an argument out of range.
+        TypeError: If ``module`` is not an ``nn.Sequential``.
+        ValueError: If there are fewer layers than partitions, if a parameter has a gradient, or if an argument is out
+            of range.
     """
     _check(partitions, module)
     if chunks < 1:
@@ -100,22 +102,22 @@ def balance_by_size(
 
 
 def partition_costs(costs: Sequence[float], partitions: int, *, last: float = 0.0) -> list[int]:
-    """Splits costs into consecutive parts, none of them empty, so that the most expensive part is as cheap as possible.
+    """Split costs into consecutive, non-empty parts so that the most expensive part is as cheap as possible.
 
-    Of several such splits it takes the one with the smallest sum of squared part costs (the most even one), then the
-    one with the most even number of layers, then the one whose first, second, ... part is longest: the last stage also
-    computes the loss.
+    Among equal splits, the smallest sum of squared part costs wins, then the most even number of layers, then the
+    longest first, second, ... part, because the last stage also computes the loss.
 
     Args:
-        costs: one cost per layer, none negative.
-        partitions: the number of parts.
-        last: what the last part costs beside its layers: the process of the last stage also runs the rest of the model.
+        costs: One cost per layer, none negative.
+        partitions: The number of parts.
+        last: The additional cost of the last part: the process of the last stage also runs the rest of the model.
 
     Returns:
         The length of each part.
 
     Raises:
-        ValueError: fewer costs than partitions, partitions < 1, or a cost that is negative or not finite.
+        ValueError: If there are fewer costs than partitions, if ``partitions < 1``, or if a cost is negative or not
+            finite.
     """
     num = len(costs)
     if partitions < 1:
@@ -126,12 +128,12 @@ def partition_costs(costs: Sequence[float], partitions: int, *, last: float = 0.
         raise ValueError(f"costs must be finite and not negative, got {list(costs)}")
     if not math.isfinite(last) or last < 0:
         raise ValueError(f"the cost of the last part must be finite and not negative, got {last}")
-    *others, final = _as_integers([*costs, last])
-    others[-1] += final  # the last layer is always in the last part
-    total = [0, *accumulate(others)]  # total[j] - total[i] is the cost of layers i..j-1
+    *per_layer, final = _as_integers([*costs, last])
+    per_layer[-1] += final  # the last layer is always in the last part
+    total = [0, *accumulate(per_layer)]  # total[j] - total[i] is the cost of layers i..j-1
     bound = _smallest_maximum(total, partitions)
 
-    # rank[i]: cost of the best split of layers i.. into k parts; ends[k][i]: where the first part of that split ends.
+    # rank[i]: cost of the best split of layers i.. into k parts; ends[k][i]: end of the first part of this split.
     rank: list[tuple[int, int] | None] = [None] * num + [(0, 0)]
     ends = [[0] * (num + 1) for _ in range(partitions + 1)]
     for k in range(1, partitions + 1):
@@ -145,7 +147,7 @@ def partition_costs(costs: Sequence[float], partitions: int, *, last: float = 0.
                 if rest is None:
                     continue
                 candidate = (rest[0] + cost * cost, rest[1] + (j - i) ** 2)
-                if best is None or candidate <= best:  # equal: the longer first part
+                if best is None or candidate <= best:  # for equal costs, choose the longer first part
                     best, ends[k][i] = candidate, j
             rank[i] = best
     balance, i = [], 0
@@ -158,8 +160,8 @@ def partition_costs(costs: Sequence[float], partitions: int, *, last: float = 0.
 def _smallest_maximum(total: list[int], partitions: int) -> int:
     """Return the cost of the most expensive part in the best split.
 
-    ``maximum[i]`` is that cost for layers i.. in k parts. As the end j of the first part moves right, the first part
-    becomes more expensive and the others cheaper, so the best j is where the two cross; bisection finds it.
+    ``maximum[i]`` is this cost for layers i.. in k parts. As the end j of the first part moves right, the first part
+    becomes more expensive and the remaining parts cheaper. Bisection finds the best j, where the two costs cross.
     """
     num = len(total) - 1
     maximum = [total[num] - total[i] for i in range(num)]
@@ -179,7 +181,7 @@ def _cheapest_split(total: list[int], rest: list[int], i: int, ends: range) -> i
 
 
 def _as_integers(costs: Sequence[float]) -> list[int]:
-    """Return the costs times a common factor; sums of integers are exact, so equal costs stay equal."""
+    """Return the costs times a common factor. Sums of integers are exact, so equal costs stay equal."""
     ratios = [Fraction(cost) for cost in costs]
     factor = math.lcm(*(ratio.denominator for ratio in ratios))
     return [int(ratio * factor) for ratio in ratios]
@@ -195,6 +197,6 @@ def _check(partitions: int, module: nn.Sequential) -> None:
     for name, parameter in module.named_parameters():
         if parameter.grad is not None:
             raise ValueError(
-                f"parameter {name} already has a gradient, and a copy of it would take the memory of another; balance "
+                f"parameter {name} already has a gradient, and copying it would take additional memory; balance "
                 "before training, or call zero_grad() first"
             )

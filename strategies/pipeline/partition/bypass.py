@@ -5,8 +5,8 @@
     for layer in self.sequential_module:  the layers are called, never the nn.Sequential
         x = layer(x)
 
-Such a model would compute what it computes in one process, but in the driver's process alone, with weights that are
-fetched from the workers for each operation.
+Such a model would compute the results of one process, but on the driver alone, and would fetch weights from the workers
+for each operation.
 """
 
 from collections.abc import Iterator
@@ -18,53 +18,53 @@ from strategies.pipeline.partition.sequential import Pipelined
 
 
 class BypassCheck:
-    """Looks at the first steps of a run, until one has called the layers as the pipeline runs them.
+    """Watches the first steps of a run, until a step has called the layers in the way that the pipeline runs them.
 
     A step that neither calls the layers nor computes with their weights is not refused.
 
     Args:
         layers: The layers.
-        path: Their dotted path in the model, for messages.
+        path: The dotted path of the layers in the model, for messages.
     """
 
     def __init__(self, layers: Pipelined, path: str) -> None:
         self._layers, self._path = layers, path
         self._is_watching = False
         self.has_run = False
-        """Whether a step has called the layers, so that nothing is left to be looked at."""
+        """Whether a step has called the layers, so that no check is necessary."""
         self._used = ""
 
     def note_call(self) -> None:
-        """The model calls the layers, as a whole or block by block."""
+        """Record that the model calls the layers, as a whole or block by block."""
         self.has_run |= self._is_watching
 
     def note_use(self, what: str, in_pass: bool) -> None:
-        """An operation on the driver combines a parameter or buffer of a worker with another tensor.
+        """Record that an operation on the driver uses a parameter or buffer of a worker with another tensor.
 
         Args:
             what: The tensor and its stage.
-            in_pass: Whether values of the stage cannot be read now.
+            in_pass: Whether a pass is running, so that values of the stage cannot be read.
 
         Raises:
-            RuntimeError: If they cannot, and no step has called the layers.
+            RuntimeError: If they cannot be read, and no step has called the layers.
         """
         if not self._is_watching or self.has_run:
             return
         self._used = self._used or what
         if in_pass:
             raise self._refusal(
-                " If the model does call them, and uses this weight before that, such as that of a tied embedding, "
-                "register the weight outside of the pipelined module as well, in __init__: self.tied = ...; the driver "
-                "then holds it."
+                " If the model does call them later, but uses this weight first, such as the weight of a tied "
+                "embedding, also register the weight outside of the pipelined module, in __init__: self.tied = ...; "
+                "the driver then holds it."
             )
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Within this runs a step.
+        """Context for a step.
 
         Raises:
-            RuntimeError: If the step has computed with the weights of the layers in this process, and neither this nor
-                an earlier step has called the layers.
+            RuntimeError: If the step has computed with the weights of the layers in this process, and no step so far
+                has called the layers.
         """
         self._is_watching, self._used = True, ""
         try:
@@ -78,8 +78,8 @@ class BypassCheck:
         if isinstance(self._layers, nn.ModuleList):
             calls, how = f"the blocks in {self._path!r}", "by calling a part or another method of a block"
             advice = (
-                "Only calls of the blocks themselves, block(x), run in the pipeline. Move what the model does with the "
-                "parts of a block into the block's forward, or choose the list whose modules the model calls: "
+                "Only calls of the blocks themselves, block(x), run in the pipeline. Move the code that uses the parts "
+                "of a block into the block's forward, or choose the list whose modules the model calls: "
                 "RPCSequentialStrategy(module=...)."
             )
         else:

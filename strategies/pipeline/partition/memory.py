@@ -1,11 +1,11 @@
-"""Whether parameters, gradients and optimizer states of each stage fit into memory, from sizes, before anything starts.
+"""Check before any process starts that parameters, gradients and optimizer states of each stage fit into memory.
 
-    stages ──▶ bytes of each stage ──┬──▶ of each process: its limits (RLIMIT_DATA, RLIMIT_AS)
-    optimizers ──▶ bytes of states ──┼──▶ of all processes on this host: what the host and control groups have left
-                                     └──▶ of all stages on a GPU: its memory, less the buffers of NCCL
+    stages ──▶ bytes of each stage ──┬──▶ per process: the limits of the process (RLIMIT_DATA, RLIMIT_AS)
+    optimizers ──▶ bytes of states ──┼──▶ all processes on this host: free memory of the host and of control groups
+                                     └──▶ all stages on a GPU: the memory of the GPU, less the buffers of NCCL
 
-Activations, copies and libraries need more on top. So what is refused cannot work, and what is not refused may still
-need too much.
+Activations, copies and libraries need additional memory. A configuration that is refused therefore cannot work, but one
+that is not refused may still need too much memory.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,21 +29,21 @@ from strategies.pipeline.transport.ties import find_ties, owned_parameters
 _MEBI = 2**20
 
 TWO_SETS = (
-    "Gradients count twice, because this schedule makes those of a batch while earlier ones are still there: gradients "
-    "are accumulated, or on_before_zero_grad, optimizer_zero_grad or the optimizer's zero_grad is overridden. "
+    "Gradients count twice, because this schedule computes those of a batch while earlier gradients still exist: "
+    "gradients accumulate, or on_before_zero_grad, optimizer_zero_grad or the optimizer's zero_grad is overridden. "
     "schedule='gpipe' needs them once. "
 )
 
 
 @dataclass(frozen=True)
 class DevicePlacement:
-    """Where the parts of a model are.
+    """The placement of the parts of a model.
 
     Attributes:
-        stages: The layers of each stage; those of the last stage are in this process.
-        outside: The modules that are in none of them, in this process.
+        stages: The layers of each stage. The last stage is in this process.
+        outside: The modules outside of all stages, in this process.
         devices: Device of each stage.
-        on_host: For each process on this host the number of its stage; several times the same with replicas.
+        on_host: For each process on this host, the number of its stage. With replicas, a number occurs several times.
     """
 
     stages: Sequence[StageLayers]
@@ -66,7 +66,7 @@ class DevicePlacement:
 
 @dataclass(frozen=True)
 class Need:
-    """What a process must hold at once.
+    """The memory that a process needs at the same time.
 
     Attributes:
         parameters: Bytes of parameters and buffers.
@@ -94,12 +94,12 @@ class Need:
 
 
 class Sizes:
-    """Sizes of what training holds beside each parameter.
+    """Sizes of gradients and optimizer states of each parameter in training.
 
     Args:
-        optimizers: The optimizers, over parameters that may be on the ``meta`` device; none if the run does not train.
-        num_shares: Number of replicas that divide the optimizer states among them.
-        gradient_sets: Number of gradients that a parameter has at once.
+        optimizers: The optimizers, over parameters that may be on the ``meta`` device; empty if the run does not train.
+        num_shares: Number of replicas that divide the optimizer states among themselves.
+        gradient_sets: Number of gradients of a parameter that exist at the same time.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], num_shares: int = 1, gradient_sets: int = 1) -> None:
@@ -111,15 +111,15 @@ class Sizes:
                 self._states[parameter] = self._states.get(parameter, 0) + size // num_shares
 
     def need(self, modules: Iterable[nn.Module], owned: Iterable[Tensor] | None = None) -> Need:
-        """Return what a process needs for some modules.
+        """Return the memory that a process needs for some modules.
 
         Args:
-            modules: The modules; what is inside them counts only if it is listed too.
+            modules: The modules. Their submodules count only if they are also listed.
             owned: The parameters whose optimizer states are in this process; by default all.
         """
         tensors = _tensors_of(modules)
         states = tensors if owned is None else set(tensors).intersection(owned)
-        # Optimizers may take turns, so the gradients of all of them need not exist at once.
+        # Optimizers may alternate, so the gradients of all of them need not exist at the same time.
         gradients = [sum(nbytes_of(p) for p in tensors if p in own and p.requires_grad) for own in self._stepped]
         return Need(
             sum(map(nbytes_of, tensors)),
@@ -140,15 +140,15 @@ def check_memory(
     """Check that parameters, gradients and optimizer states fit into the memory of processes, host and GPUs.
 
     Args:
-        placement: Where the parts of the model are.
-        optimizers: The optimizers; none if the run does not train.
-        num_shares: Number of replicas that divide the optimizer states among them.
-        gradient_sets: Number of gradients that a parameter has at once.
-        num_snapshots: Number of copies of parameters, buffers, gradients and optimizer states that the host holds, too.
+        placement: The placement of the parts of the model.
+        optimizers: The optimizers; empty if the run does not train.
+        num_shares: Number of replicas that divide the optimizer states among themselves.
+        gradient_sets: Number of gradients of a parameter that exist at the same time.
+        num_snapshots: Number of snapshots of parameters, buffers, gradients and optimizer states in host memory.
         communicators: For each stage, the number of its NCCL communicators, with buffers on its GPU. Default: none.
 
     Raises:
-        ValueError: If they cannot fit, with the smallest sufficient number of stages.
+        ValueError: If they cannot fit. The message gives the smallest sufficient number of stages.
     """
     sizes, stages = Sizes(optimizers, num_shares, gradient_sets), placement.stages
     needs, outside = needs_of(stages, placement.outside, sizes), sizes.need(placement.outside)
@@ -170,9 +170,9 @@ def check_memory(
 
 
 def needs_of(stages: Sequence[StageLayers], outside: Sequence[nn.Module], sizes: Sizes) -> list[Need]:
-    """Return what each stage needs, the last one with the modules ``outside``.
+    """Return the memory that each stage needs. The last stage includes the modules ``outside``.
 
-    A tied parameter counts in each stage that uses it, its optimizer states in the one that owns it.
+    A tied parameter counts in each stage that uses it. Its optimizer states count in the stage that owns it.
     """
     ties = find_ties(stages, _tensors_of(outside))
     *workers, driver = stages
@@ -181,12 +181,12 @@ def needs_of(stages: Sequence[StageLayers], outside: Sequence[nn.Module], sizes:
 
 
 def smallest_number(costs: Sequence[int], limit: int, *, last: int = 0) -> list[int] | None:
-    """Return a balance with as few stages as possible of which none costs more than a limit.
+    """Return a balance with as few stages as possible in which no stage costs more than a limit.
 
     Args:
         costs: The cost of each layer.
         limit: The limit.
-        last: What the last stage costs beside its layers.
+        last: The additional cost of the last stage.
 
     Returns:
         The number of layers of each stage; ``None`` if even one layer per stage costs too much.
@@ -204,7 +204,7 @@ def smallest_number(costs: Sequence[int], limit: int, *, last: int = 0) -> list[
 
 
 def nbytes_of(tensor: Tensor) -> int:
-    """Return the bytes of a tensor on whichever device; those of its parts, if it is made of others (quantized)."""
+    """Return the bytes of a tensor on any device. For a tensor made of other tensors (quantized), add up its parts."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         return sum(nbytes_of(getattr(tensor, name)) for name in names)
@@ -212,7 +212,7 @@ def nbytes_of(tensor: Tensor) -> int:
 
 
 def held_bytes(placement: DevicePlacement, optimizers: Sequence[Optimizer]) -> dict[torch.device, int]:
-    """Return what this process already holds of parameters, buffers, gradients and optimizer states, by device."""
+    """Return the bytes of parameters, buffers, gradients and optimizer states already in this process, by device."""
     tensors = _tensors_of(chain(placement.outside, *(stage.modules() for stage in placement.stages)))
     gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
     states = [value for own in optimizers for value in _tensors_in_state(own)]
@@ -224,13 +224,13 @@ def held_bytes(placement: DevicePlacement, optimizers: Sequence[Optimizer]) -> d
 
 @dataclass(frozen=True)
 class _Lack:
-    """What does not fit.
+    """A lack of memory.
 
     Attributes:
-        words: What needs how much, and how much there is.
-        room_bytes: How much there is for a stage in each place.
-        place: What a place is.
-        way_out: What would help, if that is not another number of stages.
+        words: What needs how much memory, and how much is available.
+        room_bytes: The memory that is available for a stage in each place.
+        place: The kind of place, such as a process.
+        way_out: The remedy, if a different number of stages does not help.
     """
 
     words: str
@@ -245,9 +245,9 @@ def _processes(placement: DevicePlacement, needs: Sequence[Need], held: int) -> 
     for limit in limits_of_process():
         beside = max(0, limit.used_bytes - held)
         for i in sorted(set(placement.on_host)):
-            own = beside if i == last else 0  # what a worker needs before it has a stage is not known yet
+            own = beside if i == last else 0  # the needs of a worker without a stage are not known yet
             if placement.devices[i].type == "cpu" and needs[i].total + own > limit.size_bytes:
-                more = f", and {_mebi(own)} for what else is in this process" if own else ""
+                more = f", and {_mebi(own)} for everything else in this process" if own else ""
                 yield _Lack(
                     f"{_name(placement, i)} needs at least {needs[i]}{more}, but a process may use "
                     f"{_mebi(limit.size_bytes)} ({limit.words}).",
@@ -259,13 +259,13 @@ def _processes(placement: DevicePlacement, needs: Sequence[Need], held: int) -> 
 def _gpus(placement: DevicePlacement, needs: Sequence[Need], communicators: Sequence[int]) -> Iterator[_Lack]:
     """Yield the GPUs into which their stages do not fit."""
     last = len(needs) - 1
-    # Once each: other replicas on this host have GPUs of their own.
+    # Count each stage once: other replicas on this host use other GPUs.
     on_gpus = [i for i in dict.fromkeys(placement.on_host) if placement.devices[i].type == "cuda"]
     for device in dict.fromkeys(placement.devices[i] for i in on_gpus):
         here = [i for i in on_gpus if placement.devices[i] == device]
         if placement.devices[last] == device:
             room = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-        else:  # to ask for its free memory takes some hundred MiB of it, for a context of this process
+        else:  # a query of the free memory would create a CUDA context of some hundred MiB in this process
             room = torch.cuda.get_device_properties(device).total_memory
         need, number = sum((needs[i] for i in here), Need()), sum(communicators[i] for i in here)
         buffers = number * COMMUNICATOR_BYTES
@@ -273,12 +273,12 @@ def _gpus(placement: DevicePlacement, needs: Sequence[Need], communicators: Sequ
             names = " and ".join(dict.fromkeys(_name(placement, i) for i in here))
             each = f"(data_plane='nccl', at least {_mebi(COMMUNICATOR_BYTES)} each)"
             more = f", and {_mebi(buffers)} for the buffers of {number} NCCL communicators {each}" if number else ""
-            words = f"{names} on {device} needs at least {need}{more}, but {_mebi(room)} are free there."
+            words = f"{names} on {device} needs at least {need}{more}, but {_mebi(room)} are free."
             yield _Lack(words, max(0, room - buffers), "GPU")
 
 
 def _host(placement: DevicePlacement, needs: Sequence[Need], held: int) -> Iterator[_Lack]:
-    """Yield whether the stages of all processes on this host do not fit into its memory together."""
+    """Yield a lack if the stages of all processes on this host do not fit into its memory together."""
     here = [i for i in placement.on_host if placement.devices[i].type == "cpu"]
     if not here:
         return
@@ -286,14 +286,14 @@ def _host(placement: DevicePlacement, needs: Sequence[Need], held: int) -> Itera
     if need.total > size_bytes:
         yield _Lack(
             f"The {len(here)} stages on this host need at least {need} together, but only {words}. More "
-            "stages on one host need as much: use several hosts, by torchrun or SLURM and the Trainer's num_nodes.",
+            "stages on one host need as much: use several hosts, with torchrun or SLURM and the Trainer's num_nodes.",
             size_bytes,
             "host",
         )
 
 
 def _snapshots(placement: DevicePlacement, needs: Sequence[Need], held: int, num_snapshots: int) -> Iterator[_Lack]:
-    """Yield a lack if the snapshots of all processes do not fit into this host's memory, beside what they copy."""
+    """Yield a lack if all stages and their snapshots do not fit into this host's memory together."""
     here = [i for i in placement.on_host if placement.devices[i].type == "cpu"]
     if not here or not num_snapshots:
         return
@@ -305,25 +305,25 @@ def _snapshots(placement: DevicePlacement, needs: Sequence[Need], held: int, num
             f"{num_snapshots} snapshots of the same, but only {words}.",
             size_bytes,
             "host",
-            "Set max_restarts=0: the snapshots are those from which lost workers are repaired.",
+            "Set max_restarts=0, which disables the snapshots for replacing lost workers.",
         )
 
 
 def _of_host(here: Sequence[int], needs: Sequence[Need], held: int) -> tuple[Need, int, str]:
-    """Return what stages on this host need, what they can have, and that in words."""
+    """Return the memory that the stages on this host need, the available memory, and a description of the latter."""
     room, need = room_on_host(), sum((needs[i] for i in here), Need())
     drivers = sum(i == len(needs) - 1 for i in here)
     size_bytes = room.size_bytes + max(1, drivers) * held
-    return need, size_bytes, f"{_mebi(size_bytes)} can be had ({room.words}, with what the model takes already)"
+    return need, size_bytes, f"{_mebi(size_bytes)} are available ({room.words}, including what the model takes already)"
 
 
 def _way_out(lack: _Lack, smallest: Sequence[int] | None, num_stages: int) -> str:
     instead = "an optimizer with smaller states, such as SGD, or a lower precision, such as precision='bf16-true'"
     if smallest is None:
         return (
-            f"No number of stages suffices: a single layer, or the last one with what the model has outside of its "
-            f"layers, needs more than the {_mebi(lack.room_bytes)} that a {lack.place} has for a stage. Raise the "
-            f"limit, divide that layer into several, or use {instead}."
+            f"No number of stages suffices: a single layer, or the last layer with the rest of the model, needs more "
+            f"than the {_mebi(lack.room_bytes)} that a {lack.place} has for a stage. Raise the limit, divide this "
+            f"layer into several, or use {instead}."
         )
     number, enough = len(smallest), "suffice" if len(smallest) <= num_stages else "are needed at least"
     return (
@@ -339,7 +339,7 @@ def _name(placement: DevicePlacement, i: int) -> str:
 
 
 def _tensors_of(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Return parameters and buffers of modules, but not of those inside them, each once."""
+    """Return parameters and buffers of modules, without their submodules, each once."""
     found = (chain(module._parameters.values(), module._buffers.values()) for module in modules)
     return [*dict.fromkeys(tensor for tensor in chain.from_iterable(found) if tensor is not None)]
 

@@ -1,11 +1,11 @@
-"""What each layer or block costs, and what the rest of the model costs, which runs on the driver.
+"""Measure the cost of each layer or block, and the cost of the rest of the model, which runs on the driver.
 
-The model's own ``forward`` runs on an example. In the first run each block is measured on a copy, with the arguments
-that the model gives it, and its output is recorded. In further runs stand-ins return the recorded outputs and pass
-gradients on, so that these runs cost what the driver's own part costs::
+The model's ``forward`` runs on an example. In the first run, each block is measured on a copy, with the arguments that
+the model passes, and its output is recorded. In later runs, stand-ins return the recorded outputs and pass gradients
+on, so that the cost of these runs is the cost of the driver's part::
 
     embedding ─▶ block 0 ─▶ block 1 ─▶ norm, head, loss        first run: blocks are measured
-    embedding ─▶ output 0 ─▶ output 1 ─▶ norm, head, loss      further runs: only the driver's own part computes
+    embedding ─▶ output 0 ─▶ output 1 ─▶ norm, head, loss      later runs: only the driver's part computes
 
 The model is left unchanged: parameters, gradients, buffers, modes, attributes and random states.
 """
@@ -48,12 +48,12 @@ DriverCost = TypeVar("DriverCost", covariant=True)
 
 @dataclass(frozen=True)
 class Costs(Generic[Cost, DriverCost]):
-    """What the processes of a pipeline have to do.
+    """The costs of the processes of a pipeline.
 
     Attributes:
         layers: The cost of each layer or block.
         driver: The cost of the rest of the model, which the process of the last stage runs.
-        not_measured: Why ``driver`` counts parameters only, or nothing; empty if it was measured.
+        not_measured: Why ``driver`` counts only parameters, or nothing; empty if it was measured.
     """
 
     layers: list[Cost]
@@ -66,9 +66,9 @@ class Example:
     """An input on which a model is measured.
 
     Attributes:
-        model: The model that takes the input: the whole model, or a module in it around the pipelined part.
+        model: The model that takes the input: the whole model, or a submodule that contains the pipelined part.
         value: The input; a tuple is passed as positional arguments, a dict as keyword arguments.
-        microbatches: The number of micro-batches that the input stands for.
+        microbatches: The number of micro-batches that the input represents.
     """
 
     model: nn.Module
@@ -77,12 +77,12 @@ class Example:
 
     @property
     def described(self) -> str:
-        """What runs, for messages."""
+        """A description of the call, for messages."""
         return str(getattr(self.model, "described", f"{type(self.model).__name__}.forward"))
 
 
 class Measure(Protocol[Cost, DriverCost]):
-    """Measures the layers of a model and its other parts."""
+    """Measures the layers of a model and the rest of the model."""
 
     def layers(self, module: nn.Sequential, sample: Any, example: Example, device: torch.device) -> list[Cost]:
         """Return the cost of each layer of an ``nn.Sequential``."""
@@ -91,10 +91,10 @@ class Measure(Protocol[Cost, DriverCost]):
         """Return the cost of a block, and its output."""
 
     def driver(self, runs: Runs, parameters: Iterable[Tensor], example: Example) -> DriverCost:
-        """Return the cost of the driver's own part."""
+        """Return the cost of the driver's part."""
 
     def unmeasured(self, parameters: Iterable[Tensor]) -> DriverCost:
-        """Return what is counted for a driver's part that does not run."""
+        """Return the cost of a driver's part that does not run on the example."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ class BySize:
     """Measures bytes held during training: parameters times ``param_scale``, and activations.
 
     Attributes:
-        held: The number of micro-batches whose activations the driver's own part holds at once; stages hold one.
-        param_scale: How many times a trained parameter is held.
+        held: The number of micro-batches whose activations the driver's part holds at the same time; stages hold one.
+        param_scale: The number of copies of a trained parameter in memory.
     """
 
     held: int = 1
@@ -120,12 +120,12 @@ class BySize:
         return parameter_bytes(block.parameters(), self.param_scale) + activations / example.microbatches, output
 
     def driver(self, runs: Runs, parameters: Iterable[Tensor], example: Example) -> float:
-        """Return the cost of the driver's own part."""
+        """Return the cost of the driver's part."""
         activations, _ = activation_bytes(runs, example.value, runs.recorded)
         return parameter_bytes(parameters, self.param_scale) + activations * self.held / example.microbatches
 
     def unmeasured(self, parameters: Iterable[Tensor]) -> float:
-        """Return what is counted for a driver's part that does not run."""
+        """Return the cost of a driver's part that does not run on the example."""
         return parameter_bytes(parameters, self.param_scale)
 
 
@@ -134,8 +134,8 @@ class ByTime:
     """Measures the seconds of forward and backward passes.
 
     Attributes:
-        recomputed: The share of micro-batches whose forward pass through the blocks is run again.
-        budget_seconds: The time that the passes of a layer may take together, beyond warm-up and the first few.
+        recomputed: The share of micro-batches whose forward pass through the blocks runs again.
+        budget_seconds: Time limit for all passes of a layer, in addition to the warm-up and the first few passes.
     """
 
     recomputed: float = 0.0
@@ -157,11 +157,11 @@ class ByTime:
         return timed(block, value, budget_seconds=self.budget_seconds, recomputed=self.recomputed)
 
     def driver(self, runs: Runs, parameters: Iterable[Tensor], example: Example) -> float:
-        """Return the cost of the driver's own part."""
+        """Return the cost of the driver's part."""
         return timed(runs, example.value, budget_seconds=self.budget_seconds, in_stage=False)[0]
 
     def unmeasured(self, parameters: Iterable[Tensor]) -> float:
-        """Return what is counted for a driver's part that does not run."""
+        """Return the cost of a driver's part that does not run on the example."""
         return 0.0
 
 
@@ -170,15 +170,15 @@ def costs_of(
 ) -> Costs[Cost, DriverCost]:
     """Measure the layers or blocks of ``module``, and the rest of ``model``.
 
-    The loss counts if ``forward`` returns it: as ``output.loss`` or ``output["loss"]``. Otherwise the sum of the
-    outputs stands for it.
+    If ``forward`` returns the loss, as ``output.loss`` or ``output["loss"]``, the loss is measured as well. Otherwise
+    the sum of the outputs takes its place.
 
     Args:
-        model: The whole model. What is outside ``module`` is on ``device``, as in training.
+        model: The whole model. Modules outside ``module`` are on ``device``, as in training.
         module: The pipelined part of the model.
         example: The input.
-        measure: What is measured.
-        device: Where a copy of one layer at a time is measured.
+        measure: The kind of measurement.
+        device: The device on which a copy of one layer at a time is measured.
 
     Raises:
         ValueError: If the model's ``forward`` does not call every block of an ``nn.ModuleList`` once.
@@ -217,18 +217,18 @@ def costs_of(
                 reason = f"{example.described} does not call it"
             except NotImplementedError:
                 reason = f"{type(example.model).__name__} has no forward"
-            except Exception as error:  # the user's code behind the pipelined part, which training need not run
+            except Exception as error:  # raised by user code after the pipelined part, which training may not run
                 reason = f"{example.described} raises {type(error).__name__}: {error}"
     return Costs(layers, measure.unmeasured(outside), reason)
 
 
 def costs_of_parameters(model: nn.Module, module: Pipelined, *, by_time: bool) -> Costs[float, float]:
-    """Return what layers and the rest of a model cost by the bytes of their parameters alone.
+    """Return the costs of layers and of the rest of a model, based only on the bytes of their parameters.
 
     Args:
         model: The whole model.
         module: The pipelined part of the model.
-        by_time: Leave out tables of embeddings, in which a pass only looks up rows.
+        by_time: Leave out embedding tables, in which a pass only looks up rows.
     """
     measure = BySize()
     layers = [float(measure.unmeasured(layer.parameters())) for layer in module]
@@ -257,16 +257,16 @@ def _run_sequential(module: nn.Sequential, device: torch.device, args: tuple[Any
 
 
 class Runs(nn.Module):
-    """Runs of a model in which stand-ins take the place of some modules.
+    """Runs of a model in which stand-ins replace some modules.
 
     Args:
         model: The model.
-        calls: For each module its name, the module, and what its first call runs with the arguments.
+        calls: For each module, its name, the module, and the function that its first call runs with the arguments.
 
     Attributes:
         clock: Returns the time.
         called: When each call of a module began and ended in the last run.
-        differentiated: The same of the backward passes since the last run.
+        differentiated: When each backward pass of a module began and ended since the last run.
     """
 
     def __init__(
@@ -289,12 +289,12 @@ class Runs(nn.Module):
         return len(self._outputs)
 
     def recorded(self) -> list[Tensor]:
-        """Return what the stand-ins returned in the last run, which is counted as the output of the modules."""
+        """Return the tensors that the stand-ins returned in the last run. They count as outputs of the modules."""
         return self._returned
 
     @contextmanager
     def replacing(self) -> Iterator[None]:
-        """Within this, calls of the modules call the stand-ins."""
+        """Context in which calls of the modules call the stand-ins."""
         with ExitStack() as ending:
             for name, (module, _) in self._calls.items():
                 ending.callback(replaced(module, CALL_ATTRIBUTE, partial(self._called, name)))
@@ -304,8 +304,8 @@ class Runs(nn.Module):
         """Call the model.
 
         Returns:
-            The loss if the model returns one; otherwise all tensors of the output. After them, detached, the tensors
-            that the model gives to the modules.
+            The loss if the model returns one, otherwise all tensors of the output; followed by the tensors that the
+            model passes to the modules, detached.
         """
         self._inputs, self._returned, self.called, self.differentiated = [], [], [], []
         args, kwargs = positional_and_named(value)
@@ -328,7 +328,7 @@ class Runs(nn.Module):
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         outputs = [leaves[place] for place in places]
         inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
-        anchor = torch.zeros((), requires_grad=True)  # outputs may need gradients although no input does
+        anchor = torch.zeros((), requires_grad=True)  # outputs may need gradients even if no input does
         made = _StandIn.apply(len(outputs), self, anchor, *outputs, *inputs)
         for place, tensor in zip(places, made, strict=True):
             leaves[place] = tensor
@@ -338,7 +338,7 @@ class Runs(nn.Module):
 
 
 class _StandIn(torch.autograd.Function):
-    """Returns copies of recorded outputs. The gradients of the inputs have the right shapes, and no meaning."""
+    """Returns copies of recorded outputs. The gradients of the inputs have the right shapes, but arbitrary values."""
 
     @staticmethod
     def forward(ctx: Any, number: int, runs: Runs, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -363,11 +363,11 @@ class _StandIn(torch.autograd.Function):
 
 @contextmanager
 def _unchanged(model: nn.Module, module: nn.Module, one_row: bool) -> Iterator[None]:
-    """Within this, ``model`` is in training mode, and nothing that a run does to it lasts.
+    """Context in which ``model`` is in training mode, and after which all changes by a run are undone.
 
-    Outside ``module``, twins with the same values take the place of parameters, so that gradients, hooks on parameters
-    and values are left alone. Gradients are set aside, because a module may hold a
-    parameter elsewhere too. Lists, dicts and sets in attributes, such as those of hooks, get their entries back.
+    Outside ``module``, copies with the same values replace the parameters, so that the gradients, hooks and values of
+    the parameters do not change. Gradients are removed temporarily, because a module may also refer to a parameter in
+    another way. The entries of lists, dicts and sets in attributes, such as hooks, are restored.
     """
     gradients = {parameter: parameter.grad for parameter in model.parameters()}
     parameters: dict[Tensor, nn.Parameter] = {}

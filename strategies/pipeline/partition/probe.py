@@ -1,4 +1,4 @@
-"""Finds the input that a module inside a model gets, without running the module."""
+"""Find the input of a module inside a model without running the module."""
 
 from functools import partial
 from typing import Any
@@ -24,11 +24,11 @@ class _ReachedModule(Exception):
 
 
 def is_called_first(module: nn.Module, before: nn.Module, model: nn.Module, example: Any) -> bool:
-    """Return whether ``model`` calls ``module`` ahead of ``before``; see :func:`input_of` for what runs.
+    """Return whether ``model`` calls ``module`` before it calls ``before``; see :func:`input_of` for what runs.
 
     Args:
         module: A module inside ``model``.
-        before: Another one.
+        before: Another module inside ``model``.
         model: The whole model.
         example: Input of the model; a tuple is passed as positional arguments, a dict as keyword arguments.
     """
@@ -85,7 +85,7 @@ def input_of(module: nn.Module, model: nn.Module, example: Any) -> Any:
     except _ReachedModule as reached:
         return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, reached.value)
     except NotImplementedError:
-        pass  # the model has no forward of its own
+        pass  # the model does not define forward
     finally:
         if had_forward is None:
             del module.forward

@@ -1,4 +1,4 @@
-"""The cost of each layer or block: seconds per pass, or bytes held during training.
+"""Measure the cost of each layer or block: seconds per pass, or bytes held during training.
 
 Layers are measured one after another, in training mode, each on a copy that is deleted before the next copy is made.
 The input of a layer is the output of the layer before::
@@ -60,14 +60,14 @@ def timed(
 ) -> tuple[float, Any]:
     """Measure the time of one forward and one backward pass.
 
-    The shortest of several passes counts, because other load on the machine can only lengthen a pass.
+    Uses the shortest of several passes, because other load on the machine can only lengthen a pass.
 
     Args:
-        layer: What is called with ``value``.
+        layer: The module to call with ``value``.
         value: The input.
-        budget_seconds: The time that the passes may take together, beyond the warm-up and the first few.
-        recomputed: The share of micro-batches whose forward pass is run again in the backward pass.
-        in_stage: As of :func:`timed_pass`.
+        budget_seconds: Time limit for all passes, in addition to the warm-up and the first few passes.
+        recomputed: The share of micro-batches whose forward pass runs again in the backward pass.
+        in_stage: As in :func:`timed_pass`.
 
     Returns:
         The seconds and the output.
@@ -105,7 +105,7 @@ def layer_sizes(
 
 
 def parameter_bytes(parameters: Iterable[Tensor], param_scale: float) -> int:
-    """Return the bytes of parameters, those that are trained times ``param_scale``."""
+    """Return the bytes of parameters. The bytes of trained parameters are multiplied by ``param_scale``."""
     return round(sum(p.nbytes * (param_scale if p.requires_grad else min(1.0, param_scale)) for p in parameters))
 
 
@@ -154,7 +154,7 @@ def first_microbatch(sample: Any, chunks: int) -> Any:
 class _Carrying(nn.Module):
     """A layer that takes and returns a pair: a value, and the skips that later layers pop.
 
-    Objects in the value are packed, so that each of several calls gets its own copy of them.
+    Objects in the value are packed, so that each call gets a separate copy of them.
 
     Args:
         layer: The layer.
@@ -173,7 +173,7 @@ class _Carrying(nn.Module):
 
 
 class _WithArguments(nn.Module):
-    """A block that takes its positional and keyword arguments as a pair. Each call gets its own copy of objects.
+    """A block that takes its positional and keyword arguments as a pair. Each call gets a separate copy of objects.
 
     Args:
         block: The block.
@@ -219,7 +219,7 @@ def _measure_copy(
     *,
     one_row: bool,
 ) -> tuple[Cost, Any]:
-    # A separate function, so that no variable refers to this copy while the next one is made.
+    # This is a separate function so that no variable refers to this copy while the next copy is made.
     layer = called(copy.deepcopy(layer).train())
     if one_row:
         stop_batch_norm(layer.modules())
@@ -238,9 +238,9 @@ def has_one_row(value: Any) -> bool:
 
 
 def stop_batch_norm(modules: Iterable[nn.Module]) -> None:
-    """Let BatchNorm layers use their running statistics.
+    """Make BatchNorm layers use their running statistics.
 
-    An example input often has a single row, of which batch normalisation has no variance.
+    An example input often has a single row, for which batch normalisation has no variance.
     """
     for module in modules:
         if isinstance(module, BatchNorm):
@@ -252,7 +252,7 @@ def timed_pass(layer: nn.Module, value: Any, *, in_stage: bool = True) -> tuple[
 
     Args:
         layer: The layer.
-        value: Its input.
+        value: The input of the layer.
         in_stage: Whether the layer runs as in a stage, which adds gradients of large weights in place.
     """
     value = as_output(value)
@@ -280,9 +280,9 @@ def _of_large_weights(layer: nn.Module) -> DelayedWeights | None:
 def activation_bytes(
     layer: nn.Module, value: Any, elsewhere: Callable[[], Iterable[Tensor]] = lambda: ()
 ) -> tuple[int, Any]:
-    """Return the bytes of the tensors that autograd keeps after a call of ``layer``, and of the output; and the output.
+    """Return the bytes of the output and of the tensors that autograd keeps after a call of ``layer``; and the output.
 
-    Not counted are ``value``, parameters and buffers, and the tensors that ``elsewhere`` returns after the call.
+    Does not count ``value``, parameters, buffers, and the tensors that ``elsewhere`` returns after the call.
     """
     saved, given, output = _kept_for_backward(layer, value)
     sizes = {**saved, **storage_bytes(tensors_in(output))}
@@ -292,35 +292,35 @@ def activation_bytes(
 
 
 def _kept_for_backward(layer: nn.Module, value: Any) -> tuple[dict[int, int], dict[int, int], Any]:
-    """Return what autograd keeps after a call of ``layer``, and the input, as bytes by storage; and the output."""
+    """Return the bytes that autograd keeps after a call of ``layer`` and the input, by storage; and the output."""
     value = as_output(value)
     kept: list[weakref.ref[_SavedTensor]] = []
 
     def pack(tensor: Tensor) -> _SavedTensor:
-        holder = _SavedTensor(tensor.detach())  # a saved output refers to the graph: a cycle that is never freed
+        holder = _SavedTensor(tensor.detach())  # not the output itself, which would form a cycle with its graph
         kept.append(weakref.ref(holder))
         return holder
 
     with saved_tensors_hooks(pack, lambda holder: holder.tensor):
         output = layer(value)
-    # Only autograd refers to the holders: those that are alive hold what the backward pass needs.
+    # Only autograd refers to the holders, so a live holder has a tensor that the backward pass needs.
     saved = [holder.tensor for reference in kept if (holder := reference()) is not None]
     return storage_bytes(saved), storage_bytes(tensors_in(value)), output
 
 
 @dataclass(frozen=True)
 class PassBytes:
-    """What a micro-batch takes in a layer.
+    """The memory of a micro-batch in a layer, in bytes.
 
     Attributes:
-        inner: What autograd keeps for the backward pass, apart from parameters, buffers, input and output.
-        input: What autograd keeps of the input.
-        input_size: All of the input.
-        output: What autograd keeps of the output.
-        output_size: All of the output.
-        forward_extra: What the forward pass takes at most, beyond ``inner`` and ``output_size``.
-        backward_extra: What the backward pass takes at most, beyond what there is at its start. Gradients that arrive
-            count; gradients of parameters count only before they are added to those of other micro-batches.
+        inner: Tensors that autograd keeps for the backward pass, without parameters, buffers, input and output.
+        input: The part of the input that autograd keeps.
+        input_size: The whole input.
+        output: The part of the output that autograd keeps.
+        output_size: The whole output.
+        forward_extra: The peak of the forward pass, beyond ``inner`` and ``output_size``.
+        backward_extra: The peak of the backward pass, beyond the memory at its start. Incoming gradients count.
+            Gradients of parameters count only until they are added to those of other micro-batches.
     """
 
     inner: int = 0
@@ -333,9 +333,9 @@ class PassBytes:
 
 
 def pass_bytes(layer: nn.Module, value: Any) -> tuple[PassBytes, Any]:
-    """Return what a forward and a backward pass of a layer take, and the output.
+    """Return the memory of a forward and a backward pass of a layer, and the output.
 
-    The parameters have gradients already, so that a micro-batch after the first one is measured.
+    The parameters already have gradients, as in all micro-batches after the first.
     """
     saved, given, output = _kept_for_backward(layer, value)
     made = storage_bytes(tensors_in(output))
@@ -346,7 +346,7 @@ def pass_bytes(layer: nn.Module, value: Any) -> tuple[PassBytes, Any]:
     size = sum(size for key, size in made.items() if key not in known)
     all_input = sum(given.values())
     del saved, given
-    if any(map(is_compiled, layer.modules())):  # its operators are not seen
+    if any(map(is_compiled, layer.modules())):  # a dispatch mode does not see the operators of compiled code
         return PassBytes(inner, of_input, all_input, kept, size), output
     value, live, delays = as_output(value), LiveBytes(), _of_large_weights(layer)
     with live:
@@ -363,19 +363,19 @@ def pass_bytes(layer: nn.Module, value: Any) -> tuple[PassBytes, Any]:
 
 
 class _SavedTensor:
-    """A tensor that autograd saved. Unlike the wrapper of a tensor, it lives exactly as long as autograd keeps it."""
+    """A tensor that autograd saved. Unlike a tensor's Python object, it lives exactly as long as autograd keeps it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Return bytes by storage: views of one storage count once, and keep all of it alive."""
+    """Return bytes by storage. Views of one storage count once, and each keeps the whole storage alive."""
     return {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
 
 
 def as_output(value: Any) -> Any:
-    """Return a copy that is no leaf of autograd, like the output of a layer, so that it can be changed in place."""
+    """Return a copy that is not an autograd leaf, like the output of a layer, so that it can be changed in place."""
 
     def copied(tensor: Tensor) -> Tensor:
         leaf = tensor.detach().clone()
@@ -399,14 +399,14 @@ def now(devices: Iterable[torch.device]) -> float:
 
 @contextmanager
 def as_in_training(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Within this, autograd records; afterwards every random generator is as before."""
+    """Context in which autograd records, and after which the states of all random generators are restored."""
     with torch.inference_mode(False), torch.enable_grad(), _random_state_kept(devices):
         yield
 
 
 @contextmanager
 def _random_state_kept(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Restore every random generator that a layer may use, after running from a fixed seed."""
+    """Context that runs from a fixed seed and then restores every random generator that a layer may use."""
     cuda = [device for device in devices if device.type == "cuda"]
     numpy = sys.modules.get("numpy")
     python_state = random.getstate()

@@ -1,4 +1,4 @@
-"""Splitting an ``nn.Sequential`` or an ``nn.ModuleList`` into stages, each of one or several chunks of layers."""
+"""Split an ``nn.Sequential`` or an ``nn.ModuleList`` into stages, each with one or more chunks of layers."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -9,27 +9,27 @@ from torch import nn
 from strategies.common.stage_layers import StageLayers
 
 Pipelined = nn.Sequential | nn.ModuleList
-"""What can be divided into stages: layers that call each other's output, or blocks that the model calls itself."""
+"""A module that can be divided into stages: layers that run in sequence, or blocks that the model calls itself."""
 
 
 def check_balance(balance: Sequence[int], num_layers: int, num_stages: int, *, chunks_per_stage: int = 1) -> list[int]:
-    """Return the balance as a list of numbers of layers, one for each chunk, of which each stage has a given number.
+    """Return the balance as a list with the number of layers of each chunk.
 
     Raises:
-        ValueError: If it does not place every layer on one stage, if a chunk is empty, or if the number of chunks
-            differs.
+        ValueError: If the balance does not place every layer on one stage, if a chunk is empty, or if the number of
+            chunks is not ``num_stages * chunks_per_stage``.
     """
     if not isinstance(balance, Sequence) or isinstance(balance, str):
         raise ValueError(f"The balance must be a list of numbers of layers, one for each device, got {balance!r}.")
     sizes = list(balance)
     if any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in sizes):
         raise ValueError(
-            f"The provided balance {sizes} must consist of whole numbers above 0: no stage without a layer."
+            f"The provided balance {sizes} must consist of whole numbers above 0: every stage needs a layer."
         )
     if sum(sizes) != num_layers:
         raise ValueError(
             f"The provided balance sum: {sum(sizes)} does not match your Sequential length: {num_layers}. "
-            f"Give each layer to exactly one stage, or leave the balance out to have it found."
+            f"Give each layer to exactly one stage, or leave the balance out to choose it automatically."
         )
     if chunks_per_stage > 1 and len(sizes) != num_stages * chunks_per_stage:
         raise ValueError(
@@ -54,7 +54,7 @@ def cut(
         module: The layers.
         balance: Number of layers of each chunk.
         stage_of: The number of the stage of each chunk; by default each chunk is a stage.
-        is_reversed: Whether the first chunk gets the last layers, because the model calls its blocks in that order.
+        is_reversed: Whether the first chunk gets the last layers, because the model calls its blocks in reverse order.
     """
     children: list[tuple[str, Any]] = list(module._modules.items())  # named_children() leaves out repetitions
     if is_reversed:

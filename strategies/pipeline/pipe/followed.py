@@ -1,4 +1,4 @@
-"""Optimizers over a ``Pipe`` with partitions on workers: their steps reach every process."""
+"""Optimizers over a ``Pipe`` with partitions on workers: their steps apply to every process."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -38,14 +38,14 @@ class FollowedOptimizers:
                 vars(parameter).update(relay_advice=_ADVICE, relay_is_followed=False)
 
     def follow(self, optimizer: Optimizer) -> None:
-        """Follow an optimizer from now on; see :meth:`~strategies.pipeline.pipe.pipe.Pipe.follow`."""
+        """Start to follow an optimizer; see :meth:`~strategies.pipeline.pipe.pipe.Pipe.follow`."""
         if any(isinstance(key, Tensor) and key.is_meta for key in optimizer.state):
             raise ValueError(
-                f"this {type(optimizer).__name__} already has a state of parameters that live in another process; let "
-                "the Pipe follow it before its first step and before load_state_dict"
+                f"this {type(optimizer).__name__} already has states of parameters in another process; call "
+                "Pipe.follow before its first step and before load_state_dict"
             )
         if any(optimizer is own for own in self.optimizers.optimizers):
-            raise ValueError(f"the Pipe follows this {type(optimizer).__name__} already")
+            raise ValueError(f"the Pipe already follows this {type(optimizer).__name__}")
         owned = [list(layers.parameters()) for layers in self._elsewhere]
         elsewhere = {id(p) for part in owned for p in part}
         check_divisible(optimizer, [*owned, [p for p in parameters_of(optimizer) if id(p) not in elsewhere]])
@@ -60,7 +60,7 @@ class FollowedOptimizers:
 
 
 def _part(optimizer: Optimizer, layers: nn.Module) -> tuple[bytes, list[int]]:
-    """Return the part of an optimizer for some layers, with parameters given by name, and the parameters' numbers."""
+    """Return the pickled part of an optimizer for some layers, with parameters by name, and the parameters' numbers."""
     owned = list(layers.parameters())
     names = {id(parameter): name for name, parameter in layers.named_parameters()}
     cls, attributes = taken_apart(restricted(optimizer, owned))

@@ -1,12 +1,12 @@
-"""Runs a ``Pipe`` whose partitions are all in this process: micro-batches go through them in one autograd graph.
+"""Run a ``Pipe`` whose partitions are all in this process. All micro-batches form one autograd graph.
 
     cycle          0    1    2    3          m.i: micro-batch m in partition i
     partition 0   0.0  1.0  2.0
     partition 1        0.1  1.1  2.1         one thread; GPUs overlap because their kernels are launched ahead
 
-Everything that works with a plain ``nn.Sequential`` works here: ``retain_graph``, ``torch.autograd.grad``, hooks of
-parameters, and ``DistributedDataParallel``, which sees the gradient of each parameter once in a backward pass, also
-with recomputation.
+Everything that works with a plain ``nn.Sequential`` works here: ``retain_graph``, ``torch.autograd.grad``, parameter
+hooks, and ``DistributedDataParallel``, which sees the gradient of each parameter once per backward pass, even with
+recomputation.
 
 Index letters: ``m`` micro-batch, ``i`` partition.
 """
@@ -34,7 +34,7 @@ class ForwardPass:
     """One forward pass of a ``Pipe``.
 
     Attributes:
-        seed: Base of the random seeds of the layers.
+        seed: The seed from which the seeds of the layers are derived.
         recomputed: Number of micro-batches, from the first one, that are recomputed in the backward pass.
         context: Autocast, default dtype and similar settings of the caller.
     """
@@ -59,9 +59,9 @@ class LocalEngine:
         ]
 
     def run(self, parts: Sequence[Any], this: ForwardPass) -> list[Any]:
-        """Run the pass on the inputs of the micro-batches; returns their outputs."""
+        """Run the pass on the inputs of the micro-batches, and return their outputs."""
         values: list[Any] = list(parts) if len(parts) == 1 else [unpack_objects(pack_objects(part)) for part in parts]
-        if torch.is_grad_enabled():  # a change in place by a layer must not count as a change of other micro-batches
+        if torch.is_grad_enabled():  # an in-place change by a layer must not count as a change of other micro-batches
             values = tree_map_only(Tensor, torch.clone, values)
         skips: list[dict[Key, Tensor | None]] = [{} for _ in parts]
         for m, i in clock_cycles(len(parts), len(self._partitions)):
@@ -99,7 +99,7 @@ class _LocalPartition:
             self._device,
             deferred_batch_norm=deferred_batch_norm,
             call=call_partition,
-            adds_in_place=False,  # gradients are those of one graph of autograd
+            adds_in_place=False,  # there is only one autograd graph
         )
         self._popped = skips_of(partition.layers)[1]
         self._writes_input: bool | None = None
@@ -108,7 +108,7 @@ class _LocalPartition:
         self._layers.end_forward()
 
     def run(self, value: Any, skips: dict[Key, Tensor | None], m: int, this: ForwardPass) -> Any:
-        """Run the layers on a micro-batch; removes popped skips from ``skips`` and adds stashed ones."""
+        """Run the layers on a micro-batch. Removes popped skips from ``skips`` and adds stashed skips."""
         carried = _on(self._device, (value, {key: skips.pop(key) for key in self._popped if key in skips}))
         run = self._run_recomputed if m < this.recomputed else self._run_once
         output, stashed = run(carried, m, this)
@@ -138,7 +138,7 @@ class _LocalPartition:
             nonlocal recomputing
             again, recomputing = recomputing, True
             x = tree_unflatten(list(leaves), spec)
-            if self._writes_input is not False:  # recomputation has to start from the same values
+            if self._writes_input is not False:  # recomputation must start from the same values
                 x = tree_map_only(Tensor, torch.clone, x)
             before = _versions(x)
             with flags.entered(self._layers.layers):
@@ -151,7 +151,7 @@ class _LocalPartition:
 
 
 class _Recomputed(torch.autograd.Function):
-    """The identity, saved for the backward pass, so that torch also recomputes layers that save nothing."""
+    """The identity. It saves a tensor for the backward pass, so that torch also recomputes layers that save nothing."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ class _Recomputed(torch.autograd.Function):
 
 def _on(device: torch.device, value: Any) -> Any:
     def moved(tensor: Tensor) -> Tensor:
-        # Nothing waits for a non-blocking copy to the host; one from pinned memory may read what the user writes next.
+        # Nothing would wait for a non-blocking copy to the host. A copy from pinned memory could read later writes.
         between_gpus = device.type == tensor.device.type == "cuda"
         return tensor.to(device, non_blocking=between_gpus)
 

@@ -1,8 +1,8 @@
-"""``Pipe``: an ``nn.Sequential`` as a pipeline in a hand-written training loop.
+"""``Pipe``: run an ``nn.Sequential`` as a pipeline in a hand-written training loop.
 
     inputs ──split──▶ partition 0 ──▶ partition 1 ──▶ ... ──join──▶ RRef(output)
 
-A drop-in for ``torch.distributed.pipeline.sync.Pipe``, which PyTorch removed in 2.4.
+A drop-in replacement for ``torch.distributed.pipeline.sync.Pipe``, which PyTorch removed in 2.4.
 """
 
 from collections import OrderedDict
@@ -30,14 +30,13 @@ from strategies.pipeline.stage.skip import verify_skippables
 class Pipe(nn.Module):
     """Runs an ``nn.Sequential`` in micro-batches over several devices and processes.
 
-    Each layer runs on the device of its parameters, or on the CPU if it has none; :class:`WithDevice` places it
-    elsewhere. A layer that returns a tuple passes several arguments to the next one, also within an inner
-    ``nn.Sequential``; see :mod:`~strategies.pipeline.stage.calling` for lists and for layers that take the tuple as one
+    Each layer runs on the device of its parameters, or on the CPU if it has none. :class:`WithDevice` places a layer on
+    another device. A layer that returns a tuple passes several arguments to the next layer, also within an inner
+    ``nn.Sequential``. See :mod:`~strategies.pipeline.stage.calling` for lists and for layers that take the tuple as one
     argument.
 
     ``state_dict`` has the keys of ``module``. ``load_state_dict`` also accepts the keys of the original ``Pipe``
-    (``partitions.0.1.weight``), whatever its partitions were; what ``state_dict`` returns then loads into ``module``
-    itself.
+    (``partitions.0.1.weight``), for any division into partitions. The result of ``state_dict`` loads into ``module``.
 
     Random numbers of layers are seeded by (pass, micro-batch, layer) from the generator of the process, so dropout does
     not depend on placement or recomputation.
@@ -45,9 +44,8 @@ class Pipe(nn.Module):
     Args:
         module: The layers.
         chunks: Maximum number of micro-batches of a batch.
-        checkpoint: Micro-batches of which only the inputs of partitions are kept, and which are recomputed in the
-            backward
-            pass: ``"always"``, ``"except_last"`` or ``"never"``. Without effect in ``eval()`` mode.
+        checkpoint: The micro-batches to recompute in the backward pass, so that only the inputs of partitions are kept:
+            ``"always"``, ``"except_last"`` or ``"never"``. Has no effect in ``eval()`` mode.
         deferred_batch_norm: Update running statistics once per batch instead of once per micro-batch.
 
     Raises:
@@ -75,13 +73,13 @@ class Pipe(nn.Module):
         self._rpc = PrivateRpc.needed()
         partitions = partitions_of(module, rpc.get_worker_info().name)
         self._places = [partition.place for partition in partitions]
-        # Not a submodule, so that names are those of the whole module.
+        # Not a submodule, so that names equal those of the whole module.
         vars(self)["partitions"] = nn.ModuleList(partition.layers for partition in partitions)
-        """The layers of each partition, an ``nn.Sequential`` that is named as in the whole module; hooks on those of
-        this process run for each micro-batch, with what goes in and out of the partition."""
+        """The layers of each partition, an ``nn.Sequential`` with the names of the whole module. Hooks on partitions of
+        this process run for each micro-batch, with the inputs and outputs of the partition."""
         self.devices = [partition.place.device for partition in partitions]
         """The device of each partition."""
-        # Not by add_module, which refuses a layer whose name is that of an attribute, such as "chunks".
+        # Not with add_module, which refuses a layer with the name of an attribute, such as "chunks".
         self._modules.update(layers_of(partitions))
         self._built_of = self._parts()
         self._engine: LocalEngine | RpcPartitions
@@ -94,13 +92,13 @@ class Pipe(nn.Module):
         """Run one batch.
 
         Args:
-            inputs: Inputs of the first layer: tensors ``[batch, ...]`` are split as by ``Tensor.chunk``; other values
+            inputs: Inputs of the first layer. Tensors ``[batch, ...]`` are split as by ``Tensor.chunk``; other values
                 and :class:`NoChunk` are passed to every micro-batch. A batch with fewer rows than ``chunks`` gives
                 fewer micro-batches.
 
         Returns:
-            An ``RRef``, owned by this process, to the output of the last layer: tensors joined along their rows, other
-            values as a list with one entry for each micro-batch.
+            An ``RRef``, owned by this process, to the output of the last layer. Tensors are joined along their rows;
+            other values become a list with one entry per micro-batch.
 
         Raises:
             TypeError: If no input is a tensor, or a partition returns no tensor.
@@ -129,13 +127,13 @@ class Pipe(nn.Module):
         return self
 
     def follow(self, optimizer: Optimizer) -> Optimizer:
-        """Have the processes of all layers follow an optimizer over :meth:`parameters`.
+        """Make the processes of all layers follow an optimizer over :meth:`parameters`.
 
         Parameters of layers on workers are stand-ins in this process. From now on, ``step``, ``zero_grad``,
-        ``state_dict`` and ``load_state_dict`` of the optimizer reach every process; schedulers work as usual.
+        ``state_dict`` and ``load_state_dict`` of the optimizer apply to every process. Schedulers work as usual.
 
         Returns:
-            The same optimizer. If all layers are in this process, there is nothing to do.
+            The same optimizer. Has no effect if all layers are in this process.
 
         Raises:
             ValueError: If the optimizer has stepped before, cannot be divided over processes, or is already followed.
@@ -145,7 +143,7 @@ class Pipe(nn.Module):
         return optimizer
 
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the gradients of all parameters of a followed optimizer by their common norm.
+        """Clip the gradients of all parameters of a followed optimizer by their total norm.
 
         Returns:
             The norm before clipping, a scalar.
@@ -175,8 +173,8 @@ class Pipe(nn.Module):
             own = _own_names(theirs, self._modules)
             if own is None:
                 error_msgs.append(
-                    "the keys partitions.… are those of torch's original Pipe or of torchgpipe, but the layers that "
-                    "were saved are not those of this Pipe: parameters or buffers differ in number or name"
+                    "the keys partitions.… are those of torch's original Pipe or of torchgpipe, but the saved layers "
+                    "are not the layers of this Pipe: parameters or buffers differ in number or name"
                 )
             else:
                 values = {key: state_dict.pop(prefix + key) for key in theirs}
@@ -187,7 +185,7 @@ class Pipe(nn.Module):
 
     def _reference(self, output: Any) -> Any:
         reference: Any = rpc.RRef(output)
-        reference._relay_rpc = self._rpc  # a private RPC ends when no output refers to it any more
+        reference._relay_rpc = self._rpc  # a private RPC session ends when no output refers to it
         return reference
 
     def _check_devices(self, inputs: tuple[Any, ...]) -> None:
@@ -214,7 +212,7 @@ class Pipe(nn.Module):
         return iter(module for module in self._modules.values() if module is not None)
 
     def cuda(self, device: Any = None) -> NoReturn:
-        """Refused, because each layer has its place.
+        """Always raise an error, because each layer has a fixed device.
 
         Raises:
             TypeError: Always.
@@ -222,14 +220,14 @@ class Pipe(nn.Module):
         raise _moved("cuda")
 
     def cpu(self) -> NoReturn:
-        """Refused; see :meth:`cuda`."""
+        """Always raise an error; see :meth:`cuda`."""
         raise _moved("cpu")
 
     def to(self, *args: Any, **kwargs: Any) -> "Pipe":
         """Cast the layers to another dtype.
 
         Raises:
-            TypeError: If a device is given, or a tensor, which stands for its device.
+            TypeError: If a device is given, or a tensor, which implies its device.
         """
         if "device" in kwargs or "tensor" in kwargs or isinstance(args[0] if args else None, str | int | Tensor):
             raise _moved("to")
@@ -239,11 +237,11 @@ class Pipe(nn.Module):
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Pipe":
-        for place in self._places:  # when a module that contains this one is moved
+        for place in self._places:  # called when a module that contains this Pipe is moved
             if place.worker is not None:
                 raise TypeError(
                     f"this would change layers on {place}, which only load_state_dict and optimizers can; convert them "
-                    "before they go into Pipe"
+                    "before you create the Pipe"
                 )
             if fn(torch.empty(0, device=place.device)).device != place.device:
                 raise _moved("the call")
@@ -272,7 +270,7 @@ def _checked_mode(checkpoint: Any) -> str:
 
 def _check_module(module: Any) -> None:
     if not isinstance(module, nn.Sequential):
-        raise TypeError(f"Pipe takes an nn.Sequential, whose layers it can spread, got {type(module).__name__}")
+        raise TypeError(f"Pipe takes an nn.Sequential, whose layers it can distribute, got {type(module).__name__}")
     layers = list(module)
     if len(set(layers)) < len(layers):
         twice = next(name for name, layer in module._modules.items() if layers.count(layer) > 1)
@@ -280,7 +278,7 @@ def _check_module(module: Any) -> None:
 
 
 def _check_workers(module: nn.Sequential) -> None:
-    """Check that RPC knows the workers that ``WithDevice`` names."""
+    """Check that the workers that ``WithDevice`` names are in the RPC session."""
     named = {layer.worker for layer in module if isinstance(layer, WithDevice) and layer.worker is not None}
     if not named:
         return
@@ -291,9 +289,9 @@ def _check_workers(module: nn.Sequential) -> None:
         )
     if PrivateRpc.has_been or Session.has_been or num_rpc_sessions_begun() > 1:
         raise RuntimeError(
-            f"layers are placed on {', '.join(sorted(named))}, but this process has had another RPC session before "
-            "this one, and torch keeps the first for what other processes hold (RRef); call init_rpc before the first "
-            "Pipe of a process, and once"
+            f"layers are placed on {', '.join(sorted(named))}, but this process had another RPC session before, and "
+            "torch keeps using the first session for remote references (RRef); call init_rpc once, before the first "
+            "Pipe of a process"
         )
     known = {info.name for info in rpc_workers()}
     if unknown := sorted(named - known):
@@ -304,8 +302,8 @@ def _own_names(keys: Sequence[str], layers: Mapping[str, nn.Module | None]) -> d
     """Return the names in the whole module of the tensors in a checkpoint of the original ``Pipe``.
 
     torchgpipe and fairscale wrote ``partitions.<partition>.<name in the whole module>``. torch wrote the index in the
-    partition instead, where each layer of an inner ``nn.Sequential`` counts. However layers were partitioned, those
-    with tensors are in the same order.
+    partition instead, and counted each layer of an inner ``nn.Sequential``. For any partition, the layers with tensors
+    are in the same order.
 
     Args:
         keys: The keys of the checkpoint.
@@ -357,6 +355,6 @@ def _by_layer(layers: Mapping[str, nn.Module | None]) -> list[dict[str, str]]:
 
 def _moved(what: str) -> TypeError:
     return TypeError(
-        f"{what} would move layers that have their places in the pipeline; place them before they go into Pipe, by "
-        "their own .to(device) or by WithDevice"
+        f"{what} would move layers that have fixed devices in the pipeline; place each layer before you create the "
+        "Pipe, with layer.to(device) or WithDevice"
     )

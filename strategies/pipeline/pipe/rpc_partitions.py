@@ -1,12 +1,11 @@
-"""A ``Pipe`` with partitions on other RPC workers: a pipeline whose driver is the user's process.
+"""A ``Pipe`` with partitions on RPC workers: a pipeline whose driver is the user's process.
 
     user's process ── commands ─┬──────────────────────┐
       inputs ──▶ partition 0 ──▶ partition 1 ──▶ partition 2 ──▶ outputs
 
-Each partition on a worker is a stage with a thread of its own, so micro-batches in different places overlap. Partitions
+Each partition on a worker is a stage with a separate thread, so micro-batches in different places overlap. Partitions
 on one worker compute one at a time, because a process has one set of random generators. The partitions of the user's
-process are chunks of the driver's stage. The schedule is ``gpipe``, under whatever placement of partitions the user has
-chosen.
+process are chunks of the driver's stage. The schedule is ``gpipe``, for any placement of partitions.
 
 Index letters: ``i`` partition, which is a chunk of the pipeline; ``r`` rank.
 """
@@ -55,14 +54,14 @@ from strategies.pipeline.worker.setup import StageSetup
 _CPU = torch.device("cpu")
 
 _turn = threading.Lock()
-"""Held by the thread of the partition that computes in this process."""
+"""The lock of the partition that computes in this process. Its thread holds the lock."""
 
 
 class RpcPartitions(NotCopyable):
-    """Leads the partitions through passes.
+    """Runs passes on the partitions.
 
     Args:
-        module: The ``Pipe``, which has the layers of the partitions.
+        module: The ``Pipe``, which contains the layers of the partitions.
         partitions: All partitions.
         deferred_batch_norm: Update running statistics once per pass instead of once per micro-batch.
 
@@ -90,7 +89,7 @@ class RpcPartitions(NotCopyable):
                 f"RPC worker {worker}",
                 ended=lambda: None,
                 doing=lambda: "",
-                kill=lambda: None,  # the user has started it
+                kill=lambda: None,  # the user started this process
             )
             self.remotes.append(RemoteStage(str(worker), hosts[-1], descriptions[i], process, failures))
         weakref.finalize(self, _close, hosts)
@@ -132,24 +131,24 @@ class RpcPartitions(NotCopyable):
         )
 
     def run(self, parts: Sequence[Any], this: ForwardPass) -> list[Any]:
-        """Run the pass on the inputs of the micro-batches; returns their outputs."""
+        """Run the pass on the inputs of the micro-batches, and return their outputs."""
         self._executor.this = this
         return [unpack_objects(output) for output in self._batch.run([pack_objects(part) for part in parts])]
 
 
 class _Executor(Executor):
-    """Leads the partitions; a failure ends the pass in which it occurs, and no later one.
+    """Runs passes on the partitions. A failure ends only the pass in which it occurs.
 
     Args:
         parts: The partitions and their connections.
-        transport: Brings their values.
+        transport: Transfers values between partitions.
     """
 
     def __init__(self, parts: PipelineParts, transport: RpcTransport) -> None:
         super().__init__(parts)
         self._transport = transport
         self.this: ForwardPass | None = None
-        """What the next pass is like."""
+        """The properties of the next pass."""
         self._begin_without_failures(parts.failures)
 
     def begin(
@@ -162,7 +161,7 @@ class _Executor(Executor):
     def run(self, part: str, this: Pass, code: DriverCode) -> None:
         super().run(part, this, code)
         if part == "backward":
-            self.wait()  # user code may read and change gradients at once
+            self.wait()  # user code may read and change gradients immediately
 
     def explained(self) -> AbstractContextManager[None]:
         failures = self._parts.failures
@@ -177,14 +176,14 @@ class _Executor(Executor):
         self.forget(self.current)
 
     def _begin_without_failures(self, failures: Failures) -> None:
-        """Record failures here from now on; the first one ends waits of this process."""
+        """Start to record failures. The first failure ends the waits of this process."""
         self._parts = replace(self._parts, failures=failures)
         for remote in self.remotes:
             remote.failures = failures
         failures.first.add_done_callback(partial(_wake, weakref.ref(self)))
 
     def give_up_here(self) -> None:
-        """End what this process waits for."""
+        """End the waits of this process."""
         self._transport.inbox.give_up(self.current)
 
 
@@ -195,7 +194,7 @@ def _wake(executor: "weakref.ref[_Executor]", _: Any) -> None:
 
 @dataclass(frozen=True)
 class _CallPartition:
-    """Calls a partition, and checks what it returns."""
+    """Calls a partition, and checks its output."""
 
     description: str
 
@@ -206,9 +205,9 @@ class _CallPartition:
 
 
 def placement_of(partitions: Sequence[Partition]) -> Placement:
-    """Return the process of each chunk: partitions on workers have one each, and the user's is the last.
+    """Return the process of each chunk: one for each partition on a worker, and the user's process as the last.
 
-    The user's process takes the outputs: if the last partition is elsewhere, a chunk without layers follows it.
+    The user's process takes the outputs: if the last partition is on a worker, a chunk without layers follows it.
     """
     num_elsewhere = sum(partition.place.worker is not None for partition in partitions)
     ahead = iter(range(num_elsewhere))
@@ -242,10 +241,10 @@ def host_partition(
 
     Args:
         setup: How the partition runs.
-        carrier: What brings the partition.
-        rank: Its rank.
+        carrier: Contains the state of the partition.
+        rank: The rank of the partition.
         inboxes: The ``RRef`` to the inbox of each rank.
-        description: The partition in words.
+        description: A description of the partition for messages.
     """
     activity = _InTurn()
 
@@ -259,7 +258,7 @@ def host_partition(
 
 
 class _InTurn(Activity):
-    """Lets one partition of the process compute at a time, since partitions seed and use the same generators."""
+    """Lets one partition of the process compute at a time, since all partitions seed and use the same generators."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -284,7 +283,7 @@ def _out_of_turn(wait: Callable[[], Any]) -> Any:
 def _close(hosts: Sequence[Any]) -> None:
     if rpc_is_initialized():
         for host in hosts:
-            with suppress(RuntimeError):  # the worker has ended, and its threads with it
+            with suppress(RuntimeError):  # the worker and its threads have ended
                 rpc.rpc_async(host.owner(), close, args=(host,), timeout=0)
 
 

@@ -67,7 +67,7 @@ class WithDevice(nn.Module):
         return self._place
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        """Runs the layer."""
+        """Run the layer."""
         return self._module(*args, **kwargs)
 
 
@@ -84,7 +84,7 @@ class Partition:
     place: Place
 
     def describe(self, number: int) -> str:
-        """``partition 1 on worker1/cpu (layers 3 to 5: Block, Block, Linear)``."""
+        """Return text such as ``partition 1 on worker1/cpu (layers 3 to 5: Block, Block, Linear)``."""
         kinds = ", ".join(type(layer).__name__ for layer in self.layers)
         (span,) = self.layers.spans
         return f"partition {number} on {self.place} (layers {span.start} to {span.stop - 1}: {kinds})"
@@ -93,8 +93,8 @@ class Partition:
 def partitions_of(module: nn.Sequential, here: str | None) -> list[Partition]:
     """Move layers to the devices of this process that ``WithDevice`` names, and return the partitions.
 
-    Consecutive layers at one place form a partition, except on the CPU of this process, where every layer is a
-    partition, as in the original ``Pipe``.
+    Consecutive layers at one place form a partition. On the CPU of this process, however, every layer is a partition,
+    as in the original ``Pipe``.
 
     Args:
         module: The layers.
@@ -139,7 +139,7 @@ def _place_of(name: str, layer: nn.Module) -> Place:
         if len(devices) > 1:
             raise ValueError(
                 f"layer {name}, a {type(layer).__name__}, has tensors on {', '.join(devices)}, but a layer of Pipe "
-                "runs on one device: move it with .to(device), or make it several layers"
+                "runs on one device: move it with .to(device), or divide it into several layers"
             )
         if devices:
             return Place(None, tensors[0].device)
@@ -155,7 +155,7 @@ def _check_shared(partitions: list[Partition]) -> None:
             if other != number and not (place == partition.place and place.worker is None):
                 raise ValueError(
                     f"parameter {name} is shared by layers on {place} and on {partition.place}; each would train a "
-                    "copy of its own. Put them on one device of this process, or let one partition hold both"
+                    "separate copy. Put the layers on one device of this process, or into one partition"
                 )
 
 

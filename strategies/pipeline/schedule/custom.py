@@ -1,7 +1,7 @@
-"""Tables of one's own: from a file in torch's CSV format, or from a function; validated before anything runs.
+"""Custom tables: read from a file in torch's CSV format or returned by a function, and validated before they run.
 
 A file has one line per process, with its actions in order. Empty entries, which are idle steps in files of
-``torch.distributed.pipelining``, and actions of communication are skipped: Relay sends and receives by itself::
+``torch.distributed.pipelining``, and communication actions are skipped: Relay adds sends and receives itself::
 
     0F0,0F1,,,0B0,0B1        process 0 has stage 0
     ,1F0,1B0,1F1,1B1,        process 1, the driver, has the last stage
@@ -19,7 +19,7 @@ from strategies.pipeline.schedule.running_order import check_complete, running_o
 from strategies.pipeline.schedule.tables import Action, ActionTable, shortened
 
 CustomTable: TypeAlias = Sequence[Sequence[Action | str | None]]
-"""What a function may return: a row per process, of actions or their text; an idle step is ``None`` or empty."""
+"""The return type of a function: a row of actions, or their text, per process. An idle step is ``None`` or empty."""
 
 _COMMUNICATION = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
 
@@ -29,7 +29,7 @@ def read_csv(path: str | Path) -> ActionTable:
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If an entry is no action.
+        ValueError: If an entry is not an action.
     """
     with open(path, newline="") as file:
         return _parsed(csv.reader(file), str(path))
@@ -47,15 +47,15 @@ def custom_table(
     """Return the table of a file or a function, if it can run.
 
     Args:
-        source: The path of a file, or a function that takes ``processes`` and ``microbatches`` and returns a table. A
-            file may have more micro-batches; the surplus is left out.
+        source: The path of a file, or a function that takes ``processes`` and ``microbatches`` and returns a table. If
+            a file has more micro-batches, the surplus is left out.
         processes: The number of processes.
         microbatches: The number of micro-batches.
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If the table has another number of rows or micro-batches, lacks or repeats an action, has actions of
-            a stage on several processes, or deadlocks.
+        ValueError: If the table has the wrong number of rows or micro-batches, lacks or repeats an action, has actions
+            of a stage on several processes, or deadlocks.
         TypeError: If the function does not return rows of actions.
     """
     if callable(source):

@@ -1,6 +1,6 @@
-"""What a process does in a pass: actions, the user's code, and the sends, receives and collectives between processes.
+"""The operations of a process in a pass: actions, the user's code, sends, receives and collectives.
 
-Legend: m micro-batch, i stage of a table (a chunk of layers), e edge, r rank.
+Index letters: ``m`` micro-batch, ``i`` stage of a table (a chunk of layers), ``e`` edge, ``r`` rank.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from strategies.pipeline.schedule.tables import Action
 
 
 class UserCode(NamedTuple):
-    """What the driver runs of the model outside the stages, for one micro-batch. Prints as ``b0`` or ``a0``.
+    """The part of the model outside the stages, which the driver runs for a micro-batch. Prints as ``b0`` or ``a0``.
 
     Attributes:
         part: ``"b"`` for the code before the call of the pipelined module (embeddings), ``"a"`` for its backward pass.
@@ -27,16 +27,16 @@ class UserCode(NamedTuple):
 
 
 Computation: TypeAlias = Action | UserCode
-"""What a process computes, as opposed to what it sends and receives."""
+"""An operation that computes, as opposed to one that sends or receives."""
 
 
 class Post(NamedTuple):
-    """One end of a transfer. Prints as in ``torch.distributed.pipelining``: ``0SEND_F3`` is what stage 0 sends.
+    """One end of a transfer. Prints as in ``torch.distributed.pipelining``: ``0SEND_F3`` is a send of stage 0.
 
-    Edge e leads to stage e; edge 0 comes from the driver's code. Gradients travel against it.
+    Edge e leads to stage e. Edge 0 comes from the driver's code. Gradients are sent in the opposite direction.
 
     Attributes:
-        way: What this process does.
+        way: Whether this process sends or receives.
         kind: ``"F"`` for values, ``"B"`` for gradients.
         microbatch: The micro-batch.
         edge: The edge.
@@ -58,8 +58,8 @@ class Meeting(NamedTuple):
     """An operation that several processes run together: a collective, an exchange of ties, a new communicator.
 
     Attributes:
-        name: What it is, such as ``"average 3"``; each has a name of its own.
-        ranks: The processes that take part.
+        name: A unique name, such as ``"average 3"``.
+        ranks: The processes that participate.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Meeting(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Sends and receives between ``ncclGroupStart`` and ``ncclGroupEnd``: they start together and end together."""
+    """Sends and receives between ``ncclGroupStart`` and ``ncclGroupEnd``, which start together and end together."""
 
     posts: tuple[Post, ...]
 
@@ -81,7 +81,7 @@ class Group(NamedTuple):
 class Result(NamedTuple):
     """The driver's code takes the output of the last stage for a micro-batch. Prints as ``r0``.
 
-    It keeps the output, or runs the code after the call of the module, with its backward pass.
+    The code keeps the output, or runs the user's code after the call of the module, with its backward pass.
 
     Attributes:
         microbatch: The micro-batch.
@@ -94,10 +94,10 @@ class Result(NamedTuple):
 
 
 class Tied(NamedTuple):
-    """An exchange of tied parameters with other processes, in one order of all processes.
+    """An exchange of tied parameters with other processes. All processes use the same order of exchanges.
 
     Attributes:
-        what: ``"values"`` of owners, before forward passes, or ``"gradients"`` of copies, after backward passes.
+        what: ``"values"``, sent by owners before forward passes, or ``"gradients"`` of copies, after backward passes.
     """
 
     what: Literal["values", "gradients"]
@@ -107,20 +107,20 @@ class Tied(NamedTuple):
 
 
 DeviceOperation: TypeAlias = Computation | Post | Meeting | Group
-"""What a process gives to its device."""
+"""An operation that a process submits to its device."""
 
 Operation: TypeAlias = DeviceOperation | Result | Tied
 
 Row: TypeAlias = Sequence[Operation]
-"""What one process does in a pass, or in a part of one, in order."""
+"""The operations of one process in a pass, or in a part of a pass, in order."""
 
 
 Edge: TypeAlias = tuple[Literal["F", "B"], int]
-"""The kind of what travels over an edge, and the number of the edge."""
+"""The kind of the values that are sent over an edge, and the number of the edge."""
 
 
 def edge_to(computation: Computation) -> Edge | None:
-    """Return the edge over which a computation gets its input."""
+    """Return the edge over which a computation receives its input."""
     if computation[0] in "bW":
         return None
     if isinstance(computation, UserCode):
@@ -129,7 +129,7 @@ def edge_to(computation: Computation) -> Edge | None:
 
 
 def edge_from(computation: Computation) -> Edge | None:
-    """Return the edge over which the result of a computation leaves."""
+    """Return the edge over which the result of a computation is sent."""
     if computation[0] in "aW":
         return None
     if isinstance(computation, UserCode):

@@ -1,4 +1,4 @@
-"""The schedule that a search has chosen, as a function of processes and micro-batches, and as plain data."""
+"""A schedule that a search has chosen, as a function of processes and micro-batches, and as plain data."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 from strategies.pipeline.schedule.tables import SCHEDULES, Action, ActionTable
 
 AUTO = "auto"
-"""The name that stands for a search."""
+"""The name of the schedule that requests a search."""
 
 
 @dataclass(frozen=True)
 class PlannedSchedule:
-    """A table for one number of micro-batches, and a schedule with a name for others, such as an incomplete batch.
+    """A table for one number of micro-batches, and a named schedule for other numbers, such as of an incomplete batch.
 
     Attributes:
-        name: The schedule for other numbers of micro-batches.
+        name: The name of the schedule for other numbers of micro-batches.
         chunks: The number of stages per process.
         balance: The number of layers of each stage.
         microbatches: The number of micro-batches of ``table``.
         table: The actions of each process.
-        peak_bytes: The predicted maximum of what a process takes for parameters and activations.
-        gradient_sets: Number of gradients that a parameter was taken to have at once.
+        peak_bytes: The predicted peak memory of a process for parameters and activations.
+        gradient_sets: The number of gradients of a parameter that the prediction assumes to exist at the same time.
     """
 
     name: str
@@ -40,7 +40,7 @@ class PlannedSchedule:
         return cls(**{**state, "table": [[Action.parse(text) for text in row] for row in state["table"]]})
 
     def state(self) -> dict[str, Any]:
-        """Return the schedule as numbers, texts and lists."""
+        """Return the schedule as numbers, strings and lists."""
         return {**asdict(self), "table": [[str(action) for action in row] for row in self.table]}
 
     def __call__(self, processes: int, microbatches: int) -> ActionTable:
@@ -50,4 +50,4 @@ class PlannedSchedule:
         return SCHEDULES[self.name].table(processes, microbatches, self.chunks)
 
     def __repr__(self) -> str:
-        return repr(AUTO)  # in messages: what the user has chosen
+        return repr(AUTO)  # messages show the user's choice

@@ -1,20 +1,20 @@
-"""The order in which processes give work to their devices: actions, and the sends and receives between processes.
+"""The order in which processes submit work to their devices: actions, and sends and receives between processes.
 
-NCCL buffers nothing: a send ends only when its receive runs. Streams need not progress independently, so the worst case
-is a device that runs one operation at a time, in the order in which its process has posted them. A pipeline cannot
-deadlock even then if there is one order of all actions and transfers of all processes, and every process posts its part
-of them in that order: the first operation of that order that has not run is the next one on each device that takes part
-in it. NCCL's documentation asks for the same: operations in one order on all ranks.
+NCCL does not buffer: a send ends only when its receive runs. Streams need not progress independently, so the worst case
+is a device that runs one operation at a time, in the order in which its process posted the operations. Even then, a
+pipeline cannot deadlock if all processes post their operations in one common order. The first operation in this order
+that has not run is the next operation of every device that takes part in it. NCCL's documentation requires the same:
+operations in one order on all ranks.
 
 Two processes under 1F1B, where ``0SEND_F1`` and ``1SEND_B0`` cross. Process 1 posts its receive first, although the
-result that it sends is there already; otherwise both devices would wait with a send::
+result to send already exists. Otherwise both devices would wait in a send::
 
     process 0           0F0 0SEND_F0 0F1 0SEND_F1          0RECV_B0 0B0 ...
     process 1  1RECV_F0 1F0 1B0          1RECV_F1 1SEND_B0 1F1 1B1 ...
 
-What does not take place, such as the transfer of a gradient that nothing requires, may be left out of both rows.
+A transfer that does not take place, such as of a gradient that is not required, may be left out of both rows.
 
-Legend: m micro-batch, i stage of a table (a chunk of layers), e edge, r rank.
+Index letters: ``m`` micro-batch, ``i`` stage of a table (a chunk of layers), ``e`` edge, ``r`` rank.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from strategies.pipeline.schedule.running_order import assumed_times, running_or
 
 
 def direct_order(rows: Sequence[Sequence[Computation]], num_stages: int) -> list[list[DeviceOperation]]:
-    """Return the rows with each receive directly before and each send directly after the computation it belongs to.
+    """Return the rows with each receive directly before and each send directly after its computation.
 
-    For processes whose sends do not wait for their receives: there, a receive that is posted early would only delay the
+    This order is for processes whose sends do not wait for receives. An earlier receive would only delay the
     computations in between.
 
     Args:
@@ -57,12 +57,12 @@ def direct_order(rows: Sequence[Sequence[Computation]], num_stages: int) -> list
 
 
 def posting_order(rows: Sequence[Sequence[Computation]], num_stages: int) -> list[list[DeviceOperation]]:
-    """Return what each process posts in a pass: its row, with sends and receives.
+    """Return the operations that each process posts in a pass: its row, with sends and receives.
 
-    A send follows the action that it belongs to, before the next action. A receive precedes the action that needs it,
-    after the action before that, unless sends would then wait for one another in a circle. In that case one of their
-    receives is posted earlier, but not before what it receives is there, if actions take the assumed times. So
-    the order costs no time where streams are independent, neither on the devices nor where posting takes the time.
+    A send directly follows its action. A receive directly precedes the action that needs it, unless sends would then
+    wait for each other in a cycle. In that case one of their receives is posted earlier, but not before the value to
+    receive exists, if actions take the assumed times. So the order costs no time if streams are independent, neither on
+    the devices nor in the processes that post.
 
     Args:
         rows: The computations of each process.
@@ -74,12 +74,12 @@ def posting_order(rows: Sequence[Sequence[Computation]], num_stages: int) -> lis
 def with_meetings(
     rows: Iterable[Sequence[DeviceOperation]], meetings: Sequence[Meeting]
 ) -> list[list[DeviceOperation]]:
-    """Append to the row of each process the meetings that it takes part in, in the order given."""
+    """Append to the row of each process the meetings in which it participates, in the given order."""
     return [[*row, *(meeting for meeting in meetings if r in meeting.ranks)] for r, row in enumerate(rows)]
 
 
 class _Posting:
-    """Runs rows on devices that run one operation at a time, and notes what runs. What can run earliest goes first.
+    """Simulates rows on devices that run one operation at a time, earliest first, and records the order.
 
     Args:
         rows: The computations of each process.
@@ -90,9 +90,9 @@ class _Posting:
         self._rows = rows
         self._place = {computation: (r, k) for r, row in enumerate(rows) for k, computation in enumerate(row)}
         self._source: dict[Computation, Computation] = {}
-        """For each computation that takes a result of another process, what computes it."""
+        """For each computation that needs a result of another process, the computation of this result."""
         self._targets: dict[Computation, list[Computation]] = {}
-        """For each computation, those that take its result in other processes."""
+        """For each computation, the computations of other processes that need its result."""
         order = running_order(rows, num_stages)
         for _, computation, source in order:
             if source is not None:
@@ -102,9 +102,9 @@ class _Posting:
         self._posted: list[list[DeviceOperation]] = [[] for _ in rows]
         self._next = [0] * len(rows)
         self._num_unsent = [0] * len(rows)
-        """For each process, how many results of its last computation have not been transferred."""
+        """For each process, the number of results of its last computation that have not been transferred."""
         self._waiting: set[Computation] = set()
-        """The computations that take such a result."""
+        """The computations that need such a result."""
         self._arrived: set[Computation] = set()
         self._can_run: list[tuple[float, bool, Computation]] = []
         """A heap of transfers to computations (``False``) and of computations (``True``), by time."""
@@ -114,19 +114,19 @@ class _Posting:
         for r in range(len(self._rows)):
             self._look_at(r)
         while self._can_run or self._waiting:
-            if not self._can_run:  # sends wait for one another in a circle
+            if not self._can_run:  # sends wait for each other in a cycle
                 self._transfer(min(filter(self._is_there, self._waiting), key=self._actions_ahead))
                 continue
             _, is_computation, computation = heapq.heappop(self._can_run)
             r, place = self._place[computation]
-            if is_computation and place == self._next[r]:  # else it has run: it was noted twice
+            if is_computation and place == self._next[r]:  # otherwise it has run already: it was recorded twice
                 self._run(computation)
             elif not is_computation and computation in self._waiting:
                 self._transfer(computation)
         return self._posted
 
     def _look_at(self, r: int) -> None:
-        """Note what a process can do next."""
+        """Record the operations that a process can run next."""
         if self._next[r] == len(self._rows[r]):
             return
         computation = self._rows[r][self._next[r]]
@@ -159,7 +159,7 @@ class _Posting:
         self._look_at(target_rank)
 
     def _is_there(self, computation: Computation) -> bool:
-        """Whether, at the assumed times, the input has been computed when the process comes to its next computation."""
+        """Whether, at the assumed times, the input exists when the process reaches its next computation."""
         r, _ = self._place[computation]
         return self._end[self._source[computation]] <= self._start[self._rows[r][self._next[r]]]
 

@@ -1,9 +1,9 @@
-"""What each process of a pipeline does in a pass: rows of actions, where the user's code runs, and bounds on messages.
+"""The program of each process of a pipeline: rows of actions, the places of the user's code, and bounds on messages.
 
-Here processes have ranks, and the driver is the last one, wherever a table has it. Under the placement ``V`` of four
-stages, the process with the first and the last stage is row 0 of the table and rank 1.
+In this module processes have ranks. The driver has the last rank, whichever row of the table it has. Under the
+placement ``V`` of four stages, the process with the first and the last stage has row 0 of the table and rank 1.
 
-Legend: m micro-batch, i stage of a table (a chunk of layers), r rank.
+Index letters: ``m`` micro-batch, ``i`` stage of a table (a chunk of layers), ``r`` rank.
 """
 
 from bisect import bisect_left
@@ -18,22 +18,22 @@ from strategies.pipeline.schedule.running_order import assumed_times, check_comp
 from strategies.pipeline.schedule.tables import Action, ActionTable, Placement
 
 MIN_UNDER_WAY = 2
-"""At least this many more values than there are stages may be under way on a channel."""
+"""The number of values in transit on a channel may exceed the number of stages by at least this much."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """What the processes do in a pass, or in a part of one.
+    """The operations of all processes in a pass, or in a part of a pass.
 
     Attributes:
         rows: The actions of each rank, in order.
-        driver: The last row, with the user's code before the call of the module (``b``: the input of a micro-batch goes
-            to stage 0) and its backward pass (``a``: the gradients of the input come from there).
-        limit: How many values may be under way on one channel. A process that has sent more waits for the arrival of
-            the oldest, which bounds memory and, with this limit, causes no deadlock.
+        driver: The last row, with the user's code before the call of the module (``b``, which sends the input of a
+            micro-batch to stage 0) and its backward pass (``a``, which receives the gradients of the input).
+        limit: Maximum number of values in transit on one channel. A process that has sent more waits for the oldest
+            value to arrive. This bounds memory and, with this limit, causes no deadlock.
         splits: Whether some backward passes have two parts.
-        operations: What each rank does: its actions with the sends and receives between them, the exchange of tied
-            parameters, and in the driver's row the user's code.
+        operations: The operations of each rank: its actions, sends and receives, the exchange of tied parameters, and
+            in the driver's row the user's code.
     """
 
     rows: list[list[Action]]
@@ -44,7 +44,7 @@ class Program:
 
 
 Order = Callable[[Sequence[Sequence[Computation]], int], Sequence[Row]]
-"""Returns the computations of each process, of a number of stages, with the sends and receives between processes."""
+"""Adds sends and receives to the computations of each process, given the number of stages."""
 
 
 class _Computed(dict[int, Program]):
@@ -62,18 +62,18 @@ class _Computed(dict[int, Program]):
 class Programs:
     """The programs of a pipeline, by the number of micro-batches.
 
-    A program is computed when it is first needed, which raises a ``ValueError`` if the table is incomplete or
-    deadlocks, runs micro-batches in another order on some stage, or has stages on other processes than ``placement``.
+    A program is computed when it is first needed. This raises a ``ValueError`` if the table is incomplete or deadlocks,
+    if the order of micro-batches differs between stages, or if the placement of stages differs from ``placement``.
 
     Args:
         schedule: Returns the table for a number of micro-batches.
-        placement: Which row of the table has which stages.
+        placement: The row of the table for each stage.
         order: Adds sends and receives.
-        at_once: Whether each process runs its backward passes after it has received all gradients, where these follow
-            all forward passes.
+        at_once: Whether each process receives all gradients before it runs its backward passes, if these follow all
+            forward passes.
 
     Attributes:
-        training: Forward and backward passes in turn.
+        training: Interleaved forward and backward passes.
         forward: Forward passes only.
         backward: The backward passes of all micro-batches, after all forward passes.
         rank_of: The rank of each stage.
@@ -119,7 +119,7 @@ class Programs:
 
 
 def ranks_of(placement: Placement) -> tuple[int, ...]:
-    """Return the rank of the process of each stage: the driver's is the last, the others keep their order."""
+    """Return the rank of the process of each stage. The driver has the last rank; the workers keep their order."""
     num = 1 + max(placement.process_of)
     return tuple((process - placement.driver - 1) % num for process in placement.process_of)
 
@@ -127,10 +127,10 @@ def ranks_of(placement: Placement) -> tuple[int, ...]:
 def driver_row(table: ActionTable) -> list[Computation]:
     """Return the driver's row with the user's code before the call of the module (``b``) and its backward pass (``a``).
 
-    Where the driver has stage 0, ``b`` directly precedes the stage's forward pass, and ``a`` follows its backward pass.
-    Elsewhere ``b`` runs early, so that stage 0 need not wait for it: before actions of the driver that start less than
-    the time of one micro-batch before the forward pass of stage 0. ``a`` runs as long after the backward pass of stage
-    0, so that the driver need not wait either (three stages, ``B`` twice as long as the others)::
+    If the driver has stage 0, ``b`` directly precedes the stage's forward pass, and ``a`` follows its backward pass.
+    Otherwise ``b`` runs early, so that stage 0 need not wait for it: before actions of the driver that start less than
+    the time of one micro-batch before the forward pass of stage 0. ``a`` runs equally long after the backward pass of
+    stage 0, so that the driver need not wait either (three stages, with ``B`` twice as long as ``F``)::
 
         stage 0  .  F0 F1 F2 .  .  .  .  B0 == F3 .  B1 == .  B2 == .  .  B3 == .
         stage 1  .  .  F0 F1 .  .  B0 == F2 .  B1 == F3 B2 == .  .  B3 == .  .  .
@@ -196,9 +196,9 @@ def forward_program(placement: Placement, microbatches: int, order: Order = dire
     The driver sends inputs at most two micro-batches per process ahead of its own actions.
 
     Args:
-        placement: Which row of a table has which stages.
+        placement: The row of the table for each stage.
         microbatches: The number of micro-batches.
-        order: As for :class:`Programs`.
+        order: As in :class:`Programs`.
     """
     table, processes = forward_table(placement, microbatches), 1 + max(placement.process_of)
     driver = placement.driver
@@ -264,12 +264,12 @@ def _by_rank(table: ActionTable, driver: int) -> list[list[Action]]:
 
 
 def check_order(table: ActionTable) -> None:
-    """Check that each stage runs forward passes in the order of the micro-batches, and gradients in one order.
+    """Check that each stage runs forward passes in ascending order, and that all stages use one order of gradients.
 
-    A channel between two stages brings values in the order in which they were sent.
+    A channel between two stages delivers values in the order in which they were sent.
 
     Raises:
-        ValueError: If a stage does not.
+        ValueError: If the order of a stage is different.
     """
     order: list[int] | None = None
     first = 0
@@ -291,14 +291,14 @@ def check_order(table: ActionTable) -> None:
 
 
 def can_run(rows: Sequence[Sequence[Computation]], placement: Placement, limit: int) -> bool:
-    """Whether all computations run if a process waits after each send until at most ``limit`` values are under way.
+    """Whether all computations run if a process waits after each send until at most ``limit`` values are in transit.
 
-    A value is under way on its channel until the computation that needs it starts.
+    A value is in transit on its channel until the computation that needs it starts.
     """
     num = placement.num_stages
     row_of = {computation: r for r, row in enumerate(rows) for computation in row}
     targets: dict[Computation, list[tuple[str, int]]] = {}
-    """For each computation that sends, its channels: the kind and the stage of what takes the values."""
+    """For each computation that sends, its channels: the kind and the stage of the computation that needs the value."""
     sources: dict[Computation, list[Computation]] = {}
     channel_of: dict[Computation, tuple[str, int]] = {}
     for r, row in enumerate(rows):

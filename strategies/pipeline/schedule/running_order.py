@@ -1,13 +1,13 @@
-"""Proves that the rows of all processes can run: nothing is missing, and nobody waits forever.
+"""Prove that the rows of all processes can run: they are complete and free of deadlocks.
 
-A process runs its row in order, and a computation waits for results of other ones (:func:`sources_of`). So rows can run
-if and only if there is one order of all computations that contains each row in its order, and each computation after
-its sources::
+A process runs its row in order, and a computation waits for the results that it needs (:func:`sources_of`). So rows can
+run if and only if all computations have one common order that preserves the order of each row and has each computation
+after its sources::
 
     process 0  0F0 0F1         0B0     0B1
     process 1          1F0 1B0     1F1     1B1        one running order of the rows 0F0 0F1 0B0 0B1 and 1F0 1B0 1F1 1B1
 
-Legend: m micro-batch, i stage of a table (a chunk of layers), r process (the number of a row).
+Index letters: ``m`` micro-batch, ``i`` stage of a table (a chunk of layers), ``r`` process (the number of a row).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from strategies.pipeline.schedule.operations import Computation, UserCode
 from strategies.pipeline.schedule.tables import Action, ActionTable, Placement
 
 ASSUMED_SECONDS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, "b": 0.0, "a": 0.0}
-"""How long computations take where nothing has been measured, in any unit."""
+"""The assumed duration of computations without measurements, in an arbitrary unit."""
 
 
 class Running(NamedTuple):
@@ -28,7 +28,7 @@ class Running(NamedTuple):
     Attributes:
         row: The number of its process.
         computation: The computation.
-        awaited: What it needs of another process; ``None`` if it needs nothing of another process.
+        awaited: The computation of another process whose result it needs; ``None`` if there is none.
     """
 
     row: int
@@ -43,10 +43,10 @@ def check_complete(table: ActionTable, placement: Placement | None = None) -> Pl
 
     Args:
         table: The table.
-        placement: Which process must have which stages; by default those whose actions it has.
+        placement: The required process of each stage; by default the one that has its actions.
 
     Returns:
-        Which process has which stages.
+        The process of each stage.
 
     Raises:
         ValueError: If the table lacks or repeats an action, or has one on the wrong process.
@@ -76,14 +76,14 @@ def check_complete(table: ActionTable, placement: Placement | None = None) -> Pl
 
 
 def running_order(rows: Sequence[Sequence[Computation]], num_stages: int) -> list[Running]:
-    """Return an order in which all computations can run. Sources that are in no row count as there from the beginning.
+    """Return an order in which all computations can run. Sources that are in no row exist from the start.
 
     Args:
         rows: The computations of each process.
         num_stages: The number of stages.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is no such order.
     """
     row_of = {computation: r for r, row in enumerate(rows) for computation in row}
     ended: set[Computation] = set()
@@ -137,9 +137,9 @@ def assumed_times(order: Sequence[Running]) -> tuple[dict[Computation, float], d
 
 
 def sources_of(computation: Computation, num_stages: int) -> tuple[Computation, ...]:
-    """Return the computations whose results a computation needs, with those of both ways to run a backward pass.
+    """Return the computations whose results a computation needs, both for whole and for split backward passes.
 
-    A row contains either ``B`` or ``I`` of a stage and micro-batch. ``b`` is a source of stage 0 where the driver runs
+    A row contains either ``B`` or ``I`` of a stage and micro-batch. ``b`` is a source of stage 0 if the driver runs
     code before the call of the module.
     """
     m = computation.microbatch

@@ -5,7 +5,7 @@ input of that action has arrived. Four micro-batches on three stages, with forwa
 (printed by :func:`~strategies.planning.simulator.render`; ``F3`` is the forward pass of micro-batch 3, ``B3``
 its backward pass, ``.`` is idle time)::
 
-    gpipe: all forward passes, then all backward      1f1b: each stage runs a backward pass as soon as it can
+    gpipe: all forward, then all backward passes      1f1b: each stage runs a backward pass as soon as it can
 
     stage 0  F0 F1 F2 F3 .  .  .  .  B3 B2 B1 B0      stage 0  F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
     stage 1  .  F0 F1 F2 F3 .  .  B3 B2 B1 B0 .       stage 1  .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
@@ -19,11 +19,11 @@ micro-batches on stage i.
 
 The other schedules shorten the bubble in two ways. A process may have several stages, so that the first micro-batch
 reaches the last process sooner (:func:`interleaved`). A backward pass may be split into input gradients (``I``), for
-which the preceding stage waits, and weight gradients (``W``), for which nobody waits and which fill idle time
+which the preceding stage waits, and weight gradients (``W``), for which no stage waits and which fill idle time
 (:func:`zb_h1`). :func:`zbv` and :func:`v_half` do both.
 
-Legend: m micro-batch (in formulas, the number of micro-batches), i stage, r process (the number of a row), p number of
-processes, v number of stages per process.
+Index letters: ``m`` micro-batch (in formulas, the number of micro-batches), ``i`` stage, ``r`` process (the number of a
+row), ``p`` number of processes, ``v`` number of stages per process.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Action(NamedTuple):
         """Return the action that prints as ``text``.
 
         Raises:
-            ValueError: If no action does.
+            ValueError: If ``text`` is not an action.
         """
         match = _ACTION.fullmatch(text.strip())
         if match is None:
@@ -80,7 +80,7 @@ ActionTable: TypeAlias = list[list[Action]]
 
 @dataclass(frozen=True)
 class Placement:
-    """Which process has which stages.
+    """The process of each stage.
 
     Attributes:
         process_of: For each stage, its process.
@@ -136,7 +136,7 @@ def loop(processes: int, chunks: int = 1) -> Placement:
 
 
 def v(processes: int) -> Placement:
-    """Place stages forth and back, ``0 3 | 1 2`` for two processes, so that process 0, the driver, has both ends.
+    """Place stages in the shape of a V, ``0 3 | 1 2`` for two processes, so that process 0, the driver, has both ends.
 
     Raises:
         ValueError: If there is fewer than one process.
@@ -184,10 +184,10 @@ def interleaved(processes: int, microbatches: int, chunks: int = 2) -> ActionTab
         process 0  0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 .   2B2 .   2B3 0B2 0B3
         process 1  .   1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3 .
 
-    The micro-batches form rounds of about p. A process takes a round through its first stage, then through its second
-    one, and so on; backward passes take the stages in reverse order. The bubble is 1 / v of that of 1F1B, because it
-    consists of passes through stages that are v times shorter. Process r holds up to (v - 1) p + 2 (p - 1 - r) + 1
-    activations of such stages if rounds have p micro-batches.
+    The micro-batches form rounds of about p. A process runs a round through its first stage, then through its second
+    stage, and so on; backward passes use the stages in reverse order. The bubble is 1 / v of the bubble of 1F1B,
+    because it consists of passes through stages that are v times shorter. Process r holds up to
+    (v - 1) p + 2 (p - 1 - r) + 1 activations of such stages if rounds have p micro-batches.
 
     The paper requires m to be a multiple of p. Here, m // p rounds differ in size by at most one; the larger ones come
     first.
@@ -209,7 +209,7 @@ def zb_h1(processes: int, microbatches: int, chunks: int = 1) -> ActionTable:
     activations of up to p micro-batches, which is the maximum under 1F1B, and the bubble is (p - 1)(F + I - W) instead
     of (p - 1)(F + I + W).
 
-    With several chunks per process, the order of :func:`interleaved` takes the place of 1F1B's.
+    With several chunks per process, the order of :func:`interleaved` replaces the order of 1F1B.
 
     Raises:
         ValueError: If there is fewer than one process, micro-batch or chunk.
@@ -258,10 +258,10 @@ def v_half(processes: int, microbatches: int) -> ActionTable:
         process 0  0F0 .   .   3F0 3I0 0F1 3W0 .   3F1 3I1 0F2 0I0 3W1 0W0 3F2 3I2 0I1 3W2 0I2 0W1 0W2
         process 1  .   1F0 2F0 .   .   2I0 1F1 2F1 1I0 2W0 2I1 1F2 1W0 2F2 1I1 2W1 2I2 1I2 1W1 2W2 1W2
 
-    Every micro-batch repeats the same block, six units of time later than the one before; a unit is a forward pass, an
-    input gradient or a weight gradient of one stage. Within a block, adjacent stages run a micro-batch 2 units after
-    each other in one direction and 1 unit in the other, so that forward and backward pass together take 3 units per
-    stage, instead of 6 under :func:`zbv`. That is how long activations live.
+    Every micro-batch repeats the same block, six units of time later than the previous micro-batch. A unit is a forward
+    pass, an input gradient or a weight gradient of one stage. Within a block, adjacent stages run a micro-batch 2 units
+    apart in one direction and 1 unit apart in the other. Forward and backward pass together, and so the lifetime of
+    activations, take 3 units per stage, instead of 6 under :func:`zbv`.
 
     The blocks give the order of ``F`` and ``I``. ``W`` fills the time in which a process would wait, and precedes a
     forward pass that would exceed the memory of the repeating part: p + 1 activations if p is odd, p + 2 if p is even,
@@ -310,13 +310,13 @@ def _block(p: int) -> dict[Action, int]:
 def with_weight_gradients(
     rows: ActionTable, seconds: Callable[[Action], float], limit: Iterable[int] | None = None
 ) -> ActionTable:
-    """Add ``W`` to rows of ``F`` and ``I``, whose order stays: where a process would wait, or has no memory left.
+    """Insert ``W`` into rows of ``F`` and ``I`` where a process would wait or has no memory left. Keeps their order.
 
     Args:
-        rows: A table that can run, but for the lack of weight gradients.
-        seconds: Returns the time of an action; this function does not count transfers.
-        limit: For each process, how many activations it should hold at most; a forward pass that would exceed it
-            waits for weight gradients, if there are any to compute. Without limits, ``W`` only fills idle time.
+        rows: A table that can run, except that it has no weight gradients.
+        seconds: Returns the time of an action. Transfers take no time.
+        limit: The maximum number of activations of each process. A forward pass that would exceed it waits for weight
+            gradients, if there are any to compute. Without limits, ``W`` only fills idle time.
     """
     limits = list(limit) if limit is not None else [sum(map(len, rows))] * len(rows)
     num_stages = 1 + max(action.stage for row in rows for action in row)
@@ -346,7 +346,7 @@ def with_weight_gradients(
             if chosen.kind == "I":
                 pending[r].append(chosen._replace(kind="W"))
             heapq.heappush(free, (ended[chosen], r))
-        if free and (chosen is not None or free[0][0] > now):  # what ends next may be what idle processes wait for
+        if free and (chosen is not None or free[0][0] > now):  # idle processes may wait for the action that ends next
             for waiting in idle:
                 heapq.heappush(free, (free[0][0], waiting))
             idle = []
@@ -360,7 +360,7 @@ def needs_of(action: Action, num_stages: int, *, split: bool) -> tuple[Action, .
     Args:
         action: The action.
         num_stages: The number of stages.
-        split: Whether the following stage runs the micro-batch's backward pass in two parts.
+        split: Whether the next stage splits the micro-batch's backward pass.
     """
     kind, m, i = action
     if kind == "F":
@@ -372,19 +372,19 @@ def needs_of(action: Action, num_stages: int, *, split: bool) -> tuple[Action, .
 
 
 def shortened(table: ActionTable, microbatches: int) -> ActionTable:
-    """Return a table without the micro-batches from number ``microbatches`` on. It runs if the whole one does."""
+    """Return the first ``microbatches`` micro-batches of a table. The result can run if the whole table can."""
     return [[action for action in row if action.microbatch < microbatches] for row in table]
 
 
 def _in_rounds(p: int, microbatches: int, chunks: int, *, hop: int, splits: bool = False) -> ActionTable:
-    """Take micro-batches through the stages of a process in rounds.
+    """Run micro-batches through the stages of a process in rounds.
 
     Args:
         p: The number of processes.
         microbatches: The number of micro-batches.
         chunks: The number of stages per process.
-        hop: By how many forward passes a process is ahead of the next one.
-        splits: Whether backward passes are split; then ``W`` of process r runs r passes after ``I``.
+        hop: The number of forward passes by which a process is ahead of the next process.
+        splits: Whether backward passes are split. In that case ``W`` of process r runs r passes after ``I``.
     """
     _check_positive(processes=p, microbatches=microbatches, chunks=chunks)
     num_rounds = max(1, microbatches // p)
@@ -403,7 +403,7 @@ def _in_rounds(p: int, microbatches: int, chunks: int, *, hop: int, splits: bool
 
 
 def _alternated(forward: list[Action], backward: list[Action], *, warm_up: int) -> list[Action]:
-    """Return ``warm_up`` forward passes, then a forward and a backward pass in turn, then what is left."""
+    """Return ``warm_up`` forward passes, then alternating forward and backward passes, then all remaining passes."""
     row, rest = forward[:warm_up], forward[warm_up:]
     for k, action in enumerate(backward):
         row += [*rest[k : k + 1], action]
@@ -435,7 +435,7 @@ class _Row:
         self.count: Counter[tuple[Kind, int]] = Counter()
 
     def add(self, stage: int, *kinds: Kind, times: int = 1) -> _Row:
-        """Append an action of each kind, for the next micro-batch of that kind, and this ``times`` times."""
+        """Append an action of each kind, for the next micro-batch of this kind; do this ``times`` times."""
         for kind in kinds * times:
             self.actions.append(Action(kind, self.count[kind, stage], stage))
             self.count[kind, stage] += 1
@@ -443,11 +443,11 @@ class _Row:
 
 
 class Named(NamedTuple):
-    """A schedule that a user can choose by its name.
+    """A schedule that a user can choose by name.
 
     Attributes:
         table: Returns the table for a number of processes, micro-batches and stages per process.
-        placement: Returns which process has which stages, given the number of processes and of stages per process.
+        placement: Returns the process of each stage, given the number of processes and of stages per process.
         chunks: The smallest, the default and the largest number of stages per process.
     """
 

@@ -1,6 +1,6 @@
 """Deferred BatchNorm: running statistics updated once per mini-batch instead of once per micro-batch.
 
-Each layer still normalises each micro-batch by itself, so outputs and gradients do not change. ``running_mean``,
+Each layer still normalises each micro-batch separately, so outputs and gradients do not change. ``running_mean``,
 ``running_var`` and ``num_batches_tracked`` get the values of one update with all inputs of the layer in the mini-batch.
 The pairwise update of Chan, Golub and LeVeque (1979, STAN-CS-79-773) combines the moments of the micro-batches.
 """

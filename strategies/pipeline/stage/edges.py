@@ -1,12 +1,12 @@
-"""The connections between chunks: those within a process, and this process's ends of those to others.
+"""The connections between chunks: within this process, and this process's ends of connections to other processes.
 
-Edge e leads to chunk e; edge 0 comes from the driver's code, and the last edge goes back there::
+Edge e leads to chunk e. Edge 0 comes from the driver's code, and the last edge returns to it::
 
     driver's code ──edge 0──▶ chunk 0 ──edge 1──▶ chunk 1 ──edge 2──▶ driver's code
 
-Values travel in the direction of the arrows, gradients against it. At each end of an edge there is a
-:class:`Mailbox` for values and one for gradients; if both ends are in one process,
-they are the same. Between two processes, the sends and receives in the rows move what is in them::
+Values are sent in the direction of the arrows, gradients in the opposite direction. Each end of an edge has a
+:class:`Mailbox` for values and one for gradients. If both ends are in one process, they share these mailboxes. Between
+two processes, the sends and receives in the rows move the content of the mailboxes::
 
     chunk ──▶ mailbox ── SEND ──▶ channel ──▶ RECV ──▶ mailbox ──▶ chunk of another process
 """
@@ -30,9 +30,9 @@ _LISTS = [tree_flatten([0] * length)[1] for length in range(9)]
 
 
 def leaves_of(value: Any) -> tuple[list[Any], TreeSpec]:
-    """Do what ``tree_flatten`` does, which takes several microseconds per node.
+    """A faster ``tree_flatten``, which takes several microseconds per node.
 
-    There is a shortcut for what stages exchange most: a tensor, a tensor without skips, and short lists of tensors.
+    The most frequent values of stages have a fast path: a tensor, a tensor without skips, and short lists of tensors.
     """
     kind = type(value)
     if kind is Tensor:
@@ -45,7 +45,7 @@ def leaves_of(value: Any) -> tuple[list[Any], TreeSpec]:
 
 
 def with_leaves(leaves: list[Any], spec: TreeSpec) -> Any:
-    """Do what ``tree_unflatten`` does with the result of :func:`leaves_of`."""
+    """A faster ``tree_unflatten``, for the result of :func:`leaves_of`."""
     if spec is _ALONE:
         return leaves[0]
     if spec is _WITHOUT_SKIPS:
@@ -63,7 +63,7 @@ class Mailbox:
 
     Args:
         copies: Whether the receiver gets copies of tensors, which it may change in place.
-        device: The device of the receiver, to which tensors are moved; ``None`` if they are there.
+        device: The device of the receiver, to which tensors are moved; ``None`` if they need not be moved.
     """
 
     def __init__(self, *, copies: bool = False, device: torch.device | None = None) -> None:
@@ -78,7 +78,7 @@ class Mailbox:
             value: The value.
             number: The pass.
             m: The micro-batch.
-            requires_grad: For each tensor, whether the receiver sends a gradient back; by default as it is set.
+            requires_grad: For each tensor, whether the receiver returns a gradient; by default its ``requires_grad``.
         """
         leaves, spec = leaves_of(value)
         flags = iter(requires_grad or [leaf.requires_grad for leaf in leaves if isinstance(leaf, Tensor)])
@@ -86,7 +86,7 @@ class Mailbox:
         self._values[number, m] = with_leaves(own, spec)
 
     def put(self, value: Any, number: int, m: int) -> None:
-        """Put in a value as it is, with its graph."""
+        """Put in a value unchanged, with its graph."""
         self._values[number, m] = value
 
     def expect(self, arriving: Arriving, number: int, m: int) -> None:
@@ -125,7 +125,7 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 @dataclass(frozen=True)
 class Ports:
-    """The four ports of one chunk, as :class:`~strategies.pipeline.stage.stage.Chunk` has them."""
+    """The four ports of a :class:`~strategies.pipeline.stage.stage.Chunk`."""
 
     inputs: Mailbox
     outputs: Mailbox
@@ -137,14 +137,14 @@ class Edges:
     """One process's ends of the edges of a pipeline.
 
     Args:
-        rank: This process. The driver's rank is the last.
-        rank_of: The process of each chunk.
+        rank: The rank of this process. The driver has the last rank.
+        rank_of: The rank of the process of each chunk.
         transport: Opens channels to other processes; ``None`` if there are none.
-        devices: The device of each chunk of this process, if they are on several.
+        devices: The device of each chunk of this process, if there are several devices.
 
     Attributes:
         mail: The mailboxes of this process, by kind and number of the edge.
-        waits_in_receives: Whether a receive returns when the value is here, rather than let computation wait for it.
+        waits_in_receives: Whether a receive returns when the value has arrived. Otherwise the computation waits for it.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class Edges:
         self._senders: dict[Edge, OutChannel] = {}
         self._receivers: dict[Edge, InChannel] = {}
         self._answered: set[tuple[int, int, int]] = set()
-        """Values for which gradients will come back, by pass, micro-batch and edge."""
+        """Values for which gradients will arrive, by pass, micro-batch and edge."""
         for e, (source, target) in enumerate(pairwise(ends)):
             if rank not in (source, target):
                 continue
@@ -186,37 +186,37 @@ class Edges:
         }
 
     def post(self, post: Post, this: Pass) -> None:
-        """Send a value of a pass out of a mailbox, or receive one into a mailbox.
+        """Send a value of a pass from a mailbox, or receive a value into a mailbox.
 
-        What does not travel is left out: both ends know from the value whether there will be a gradient.
+        Skips a gradient that is not required: both ends know this from the value.
         """
         kind, m, e = post.kind, post.microbatch, post.edge
         mail, key = self.mail[kind, e], (this.number, m, e)
         if post.way == "SEND":
             if mail.has(this.number, m):
-                # Under gpipe, the driver receives gradients of inputs after its own backward passes.
+                # Under gpipe, the driver receives gradients of inputs after its backward passes.
                 keep = None if (kind, e) == ("B", 0) and not this.gathers else this.limit
                 if self._senders[kind, e].send(mail.receive(this.number, m), this.number, m, keep=keep) and kind == "F":
                     self._answered.add(key)
         elif kind == "F" or key in self._answered:
             self._answered.discard(key)
             mail.expect(self._receivers[kind, e].begin(this.number, m), this.number, m)
-            if kind == "B" and this.limit is not None:  # the memory of small messages is used again
+            if kind == "B" and this.limit is not None:  # so that the memory of small messages is reused
                 self._senders["F", e].release(this.limit)
 
     def begin(self, this: Pass) -> None:
-        """Drop what has been sent in earlier passes, which has arrived: this pass comes after them everywhere."""
+        """Drop the values sent in earlier passes. They have arrived, because every process has ended these passes."""
         for sender in self._senders.values():
             sender.flush()
 
     def end(self, this: Pass) -> None:
-        """Drop what has been sent to later stages, which has arrived: what was computed from it is back."""
+        """Drop the values sent to later stages. They have arrived, because results computed from them have returned."""
         for (kind, _), sender in self._senders.items():
             if kind == "F":
                 sender.flush()
 
     def release(self, keep: int | None) -> None:
-        """Drop all sent values but the last ``keep`` on each channel, which have arrived."""
+        """Drop all sent values but the last ``keep`` on each channel. The dropped values have arrived."""
         if keep is not None:
             for sender in self._senders.values():
                 sender.release(keep)

@@ -2,8 +2,8 @@
 
 The output of a layer depends on more than its input. This module handles the rest:
 
-- settings of a thread or a process (autocast, default dtype, anomaly detection, ...): the driver captures its own in a
-  :class:`PassContext`, and every stage applies them;
+- settings of a thread or a process (autocast, default dtype, anomaly detection, ...): the driver captures its settings
+  in a :class:`PassContext`, and every stage applies them;
 - random numbers, seeded by (pass, micro-batch, layer): equal for any number of stages, and in a recomputation;
 - running statistics, which a recomputation must not update again;
 - whether the layers run for the first time or are recomputed. With recomputation (activation checkpointing: Chen et
@@ -48,13 +48,13 @@ from strategies.pipeline.stage.skip import SKIPS, Key, waiting_skips
 from strategies.pipeline.stage.weight_gradients import LARGE_BYTES, DelayedWeights, WeightGradients
 
 Carried = tuple[Any, dict[Key, Tensor | None]]
-"""What a stage sends to the next one: the output of its last layer, and the skips that a later layer pops."""
+"""The value that a stage sends to the next stage: the output of its last layer, and the skips that later layers pop."""
 
 Before = Callable[[int, Any], None]
 """Called before each layer with the index of the layer in its ``nn.Sequential`` and the layer's input."""
 
 CallLayers = Callable[[nn.Sequential, Any, Before], Any]
-"""Takes layers, the input of the first one, and a function to call before each; returns the output of the last one."""
+"""Takes layers, the input of the first layer, and a function to call before each layer; returns the last output."""
 
 RECOMPUTE_MODES = ("always", "except_last", "never")
 
@@ -69,8 +69,7 @@ _BACKEND_FLAGS = (
     *("mkldnn.fp32_precision", "mkldnn.matmul.fp32_precision", "mkldnn.conv.fp32_precision"),
     "mkldnn.rnn.fp32_precision",
 )
-"""Attributes of ``torch.backends`` that choose kernels. Each precision comes after the one from
-which it is inherited by default."""
+"""Attributes of ``torch.backends`` that choose kernels. Each precision follows the one that it inherits by default."""
 _ATTENTION_KERNELS = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp")
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -205,7 +204,7 @@ class PassContext:
 class Seeds:
     """Returns a seed for each pass, from two sequences that continue over several runs and over a checkpoint.
 
-    Training passes have their own sequence, so the number of validation passes does not change the training.
+    Training passes have a separate sequence, so the number of validation passes does not change the training.
 
     Args:
         base: Determines both sequences.
@@ -259,7 +258,7 @@ def random_state(device: torch.device, python: Any = random) -> list[Any]:
 
     Args:
         device: The device.
-        python: What reads the state of Python's generator, and sets it in :func:`set_random_state`.
+        python: The object with ``getstate`` and ``setstate`` of Python's generator.
     """
     cuda = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
     return [python.getstate(), torch.get_rng_state(), *cuda]
@@ -284,13 +283,16 @@ def preserved_random_state(device: torch.device) -> Iterator[None]:
 
 
 class ProcessRandomState:
-    """The state of the generators of a process as it is now. Layers are seeded for each pass; optimizers may draw."""
+    """The current state of the generators of a process, for optimizers that draw random numbers.
+
+    Layers do not need it, because they are seeded for each pass.
+    """
 
     def __init__(self) -> None:
         self._state, self._numpy = random_state(_CPU), numpy.random.get_state()
 
     def restore(self) -> None:
-        """Set the generators to that state."""
+        """Set the generators to this state."""
         set_random_state(self._state, _CPU)
         numpy.random.set_state(self._numpy)
 
@@ -299,7 +301,7 @@ class RandomStateKeeper:
     """Restores the random state of the process after a part of a pass, if layers have drawn random numbers in it.
 
     Args:
-        devices: The devices whose generators layers use beside that of the CPU.
+        devices: The devices whose generators layers use, in addition to the CPU.
     """
 
     def __init__(self, *devices: torch.device) -> None:
@@ -345,9 +347,9 @@ def _runs_code_of_others(tensor: Tensor | None) -> bool:
 
 
 def draws_nothing(layer: nn.Module) -> bool:
-    """Return whether it is certain that a layer draws no random numbers: torch's own code alone runs, which draws none.
+    """Return whether a layer certainly draws no random numbers, because it runs only torch code that draws none.
 
-    A layer of any other class may draw some.
+    A layer of any other class may draw random numbers.
     """
     return not has_global_hooks() and all(
         type(module) in _KINDS_THAT_DRAW_NOTHING
@@ -458,11 +460,11 @@ class Layers:
 
     Args:
         layers: The layers, named as in the whole module.
-        first_layer: Index of the first layer in the whole module; seeds depend on the index of a layer there.
+        first_layer: Index of the first layer in the whole module. The seed of a layer depends on its index there.
         device: Device of the layers.
         deferred_batch_norm: Update running statistics once per pass instead of once per micro-batch.
         call: Calls the layers; by default one after the other.
-        random_state: What restores the random state after a part of a pass; several chunks of a process share it.
+        random_state: Restores the random state after a part of a pass. Several chunks of a process share it.
         adds_in_place: Whether gradients of large weights are added without a temporary tensor in whole backward passes,
             which must run within :meth:`in_backward`.
     """
@@ -487,7 +489,7 @@ class Layers:
         self._begin_pass()
 
     def _begin_pass(self) -> None:
-        """Search the modules once per pass, so that :meth:`run` need not do so for each micro-batch."""
+        """Search the modules once per pass, so that :meth:`run` need not search them for each micro-batch."""
         if self._deferred is not None:
             self._deferred.forget()
         modules = list(self.layers.modules())
@@ -524,7 +526,7 @@ class Layers:
             recomputing: Whether this call recomputes the layers.
             doing: Called before each layer with a description for error reports.
             splits: Whether weight gradients may be left for later; see :meth:`in_backward`.
-            recorder: Records what each layer takes; ``None`` if nobody wants to know.
+            recorder: Records the time of each layer; ``None`` while nothing is recorded.
         """
         if microbatch == 0 and not recomputing:
             self._begin_pass()
@@ -570,12 +572,12 @@ class Layers:
 
     @contextmanager
     def in_backward(self, left: WeightGradients | None = None) -> Iterator[None]:
-        """Run the body, a backward pass, in which layers may draw random numbers, with frozen running statistics.
+        """Context for a backward pass. Layers may draw random numbers in it, and running statistics are frozen.
 
-        A layer that checkpoints itself runs again in a backward pass, and would update them a second time.
+        A layer that checkpoints itself runs again in a backward pass, and would update the statistics a second time.
 
         Args:
-            left: Where to leave weight gradients that can wait; ``None`` to compute all at once.
+            left: Collects the weight gradients that can wait; ``None`` to compute all gradients immediately.
         """
         if any(self._seeded):
             self.random_state.keep()
@@ -603,8 +605,8 @@ class Layers:
         raise ValueError(
             f"Layer {names[norm]}, a {type(norm).__name__} in training mode, cannot normalise micro-batch {microbatch}"
             f", which has 1 row. {error}. Use at most half as many micro-batches as the smallest batch has rows (leave "
-            "smaller batches out, as drop_last=True of a DataLoader does with the last one), or a layer that "
-            "normalises each row by itself, such as nn.LayerNorm."
+            "smaller batches out, as drop_last=True of a DataLoader does for the last batch), or a layer that "
+            "normalises each row separately, such as nn.LayerNorm."
         ) from error
 
     def end_forward(self) -> None:
@@ -619,7 +621,7 @@ class Layers:
 
 
 def has_large_weights(modules: Iterable[nn.Module]) -> bool:
-    """Whether the gradient of a parameter is worth an addition without a temporary tensor."""
+    """Whether a parameter is large enough that its gradient should be added without a temporary tensor."""
     parameters = (p for module in modules for p in module._parameters.values() if p is not None)
     return any(p.nbytes >= LARGE_BYTES and p.requires_grad for p in parameters)
 
@@ -647,13 +649,13 @@ def _frozen_statistics(norms: Sequence[NormBase]) -> Iterator[None]:
 
 
 class _Labels:
-    """Consecutive labels in a trace of torch's profiler: each label ends where the next one starts."""
+    """Consecutive labels in a trace of torch's profiler. Each label ends where the next label starts."""
 
     def __init__(self) -> None:
         self._current: record_function | None = None
 
     def next(self, label: str) -> None:
-        """End the current label and start another one."""
+        """End the current label and start a new one."""
         self.end()
         self._current = record_function(label)
         self._current.__enter__()

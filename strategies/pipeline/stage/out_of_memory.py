@@ -1,4 +1,4 @@
-"""Errors for a stage whose device is out of memory: what it did, its memory, and the smallest change that helps."""
+"""Errors for a stage whose device is out of memory: its activity, its memory, and the smallest change that helps."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,8 +9,7 @@ import torch
 
 _GIB = 2**30
 _FRAGMENTED = 0.1
-"""Memory that the allocator has reserved, but no tensor uses, is worth a change of the allocator from this share of all
-memory on."""
+"""Share of all memory that must be reserved, but unused by tensors, to suggest a change of the allocator's settings."""
 
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
@@ -20,10 +19,10 @@ class DeviceMemory:
     """The memory of a device.
 
     Attributes:
-        allocated_bytes: What tensors of this process use; on the CPU, all that this process uses.
-        reserved_bytes: What the allocator of this process has taken, with ``allocated_bytes``.
-        free_bytes: What no process uses.
-        total_bytes: All of it.
+        allocated_bytes: The memory of this process's tensors; on the CPU, all memory of this process.
+        reserved_bytes: The memory that this process's allocator has reserved, including ``allocated_bytes``.
+        free_bytes: The memory that no process uses.
+        total_bytes: All memory of the device.
     """
 
     allocated_bytes: int
@@ -42,7 +41,7 @@ class DeviceMemory:
 
     @property
     def is_fragmented(self) -> bool:
-        """Whether much of what the allocator has reserved is not used by tensors."""
+        """Whether tensors do not use much of the reserved memory."""
         return self.reserved_bytes - self.allocated_bytes > _FRAGMENTED * self.total_bytes
 
     def __str__(self) -> str:
@@ -56,16 +55,16 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class Situation:
-    """What a stage does when its memory ends.
+    """What a stage does when its device is out of memory.
 
     Attributes:
-        doing: In words, such as ``F3``.
-        num_layers: The number of its layers.
+        doing: The current activity, such as ``F3``.
+        num_layers: The number of layers of the stage.
         microbatches: Number of micro-batches of the pass; 0 outside of passes.
-        recomputed: Number of them that are recomputed.
-        num_kept: How many of them wait for their backward pass on this stage.
+        recomputed: Number of micro-batches that are recomputed.
+        num_kept: Number of micro-batches that wait for their backward pass on this stage.
         trains: Whether a backward pass may follow.
-        is_float32: Whether its parameters are float32, and are not cast.
+        is_float32: Whether the parameters of the stage are float32, and are not cast.
     """
 
     doing: str
@@ -78,7 +77,7 @@ class Situation:
 
 
 def changes(at: Situation, memory: DeviceMemory) -> list[str]:
-    """Return what helps against an error for lack of memory: the smallest change first."""
+    """Return changes that help against the lack of memory, the smallest change first."""
     found = []
     if memory.is_fragmented:
         idle = (memory.reserved_bytes - memory.allocated_bytes) / _GIB
@@ -98,7 +97,7 @@ def changes(at: Situation, memory: DeviceMemory) -> list[str]:
     elif at.microbatches:
         found.append(f"use smaller micro-batches (microbatches={2 * at.microbatches} instead of {at.microbatches})")
     if at.num_layers > 1:
-        found.append("move a layer of this stage to another one (balance)")
+        found.append("move a layer of this stage to another stage (balance)")
     if at.trains:
         found.append(
             "divide optimizer states among replicas (shard_optimizer_states=True, with data_parallel_size > 1)"
@@ -111,7 +110,7 @@ def changes(at: Situation, memory: DeviceMemory) -> list[str]:
 
 
 def explained(error: torch.OutOfMemoryError, stage: str, memory: DeviceMemory, at: Situation) -> torch.OutOfMemoryError:
-    """Return an error with the text of ``error``, which Lightning's batch-size finder looks for, and what helps."""
+    """Return an error that adds remedies to the text of ``error``, which Lightning's batch-size finder looks for."""
     return torch.OutOfMemoryError(
         f"{error}\n{stage} is out of memory in {at.doing}: {memory}. What helps, the smallest change first: "
         f"{'; '.join(f'({k}) {change}' for k, change in enumerate(changes(at, memory), start=1))}."
@@ -128,7 +127,7 @@ def explaining(stage: str, layers: torch.nn.Sequential, device: torch.device, do
     """Explain an error for lack of memory outside of passes.
 
     Raises:
-        torch.OutOfMemoryError: Instead of the error that leaves this context, if it is one.
+        torch.OutOfMemoryError: In place of an out-of-memory error that leaves this context.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""What every stage must know about one pass of a batch through the pipeline."""
+"""The properties of one pass of a batch through the pipeline, which every stage must know."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from strategies.pipeline.stage.layers import PassContext
 
 @dataclass(frozen=True)
 class Pass:
-    """What every stage must know about one pass of a batch through the pipeline.
+    """The properties of one pass of a batch through the pipeline.
 
     Attributes:
         number: Number of the pass in its session.
@@ -15,12 +15,12 @@ class Pass:
         grad: Whether a backward pass may follow.
         recomputed: Number of micro-batches, from the first on, that are recomputed: the stage keeps only their inputs.
         at_once: Run the backward passes of all micro-batches in one call of autograd instead of one after another.
-        seed: Base of the random seeds of the layers in this pass.
+        seed: The seed from which the seeds of the layers in this pass are derived.
         context: The driver's settings, such as autocast and default dtype.
-        limit: How many values on one channel may not have arrived yet; ``None``: no limit.
+        limit: Maximum number of values in transit on one channel; ``None`` for no limit.
         splits: Whether backward passes have two parts.
-        gathers: Whether gradients stay apart from ``.grad`` until they are released.
-        shares: Whether values of tied parameters may have changed since the pass before.
+        gathers: Whether gradients are kept separate from ``.grad`` until they are released.
+        shares: Whether values of tied parameters may have changed since the previous pass.
     """
 
     number: int

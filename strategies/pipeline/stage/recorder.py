@@ -1,6 +1,6 @@
-"""Records when a process waits, computes and sends, while recording is on.
+"""Record when a process waits, computes and sends.
 
-A stage without a recorder only checks that it has none.
+Without a recorder, the only cost for a stage is a check.
 """
 
 import time
@@ -19,10 +19,10 @@ from strategies.pipeline.stage.records import LayerRecord, Record, Recorded, Rec
 class ActionRecorder:
     """Records what a process does, as consecutive records that do not overlap.
 
-    The times are those of ``time.perf_counter``, which is one clock for all processes of a host on Linux.
+    Times come from ``time.perf_counter``, which on Linux is one clock for all processes of a host.
 
     Args:
-        device: The device of the layers. On CUDA, each time is taken when the device has done what it was given.
+        device: The device of the layers. On CUDA, each time is taken when the device has completed its work.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -37,10 +37,10 @@ class ActionRecorder:
         self._layer: tuple[int, float] | None = None
         self._has_begun = False
         self.pass_of_code = -1
-        """The pass whose code after the call of the module is what is being recorded; -1 if it is something else."""
+        """The pass whose code after the call of the module is being recorded; -1 for any other activity."""
 
     def begin(self, pass_of_code: int = -1) -> None:
-        """The process is ready for what it records next; without effect after :meth:`hold` and :meth:`split`."""
+        """Start the next record. Has no effect after :meth:`hold` and :meth:`split`."""
         if self._has_begun:
             self._has_begun = False
             return
@@ -48,15 +48,15 @@ class ActionRecorder:
         self._computed, self.pass_of_code = None, pass_of_code
 
     def hold(self) -> None:
-        """What has begun goes on: :meth:`begin` has no effect the next time."""
+        """Continue the current record: the next call of :meth:`begin` has no effect."""
         self._has_begun = True
 
     def received(self) -> None:
-        """The process has what it waited for; left out if it waits for nothing."""
+        """Record that the input has arrived. Not called if the process waits for nothing."""
         self._received = self._now()
 
     def computed(self) -> None:
-        """The process has computed, and now sends; left out if it sends nothing."""
+        """Record that the computation has ended and the send begins. Not called if the process sends nothing."""
         self._computed = self._now()
 
     def end(self, kind: RecordKind, microbatch: int = -1, stage: int = -1, number: int = -1) -> None:
@@ -66,17 +66,17 @@ class ActionRecorder:
         self._records.append(Record(kind, microbatch, stage, number, self._begin, self._received, computed, now))
 
     def split(self, kind: RecordKind, microbatch: int, stage: int, number: int) -> None:
-        """Add a record, and begin the next one at once: a call of autograd does what belongs to both."""
+        """Add a record, and start the next one immediately, because one call of autograd covers both."""
         self.end(kind, microbatch, stage, number)
         self.begin()
         self._has_begun = True
 
     def layer(self, place: int, value: Any) -> None:
-        """The forward pass of a layer begins, and that of the layer before it has ended.
+        """Record that the forward pass of the previous layer has ended and that of the next layer begins.
 
         Args:
-            place: The place of the layer in the whole module.
-            value: Its input.
+            place: The index of the layer in the whole module.
+            value: The input of the layer.
         """
         self.end_layers()
         elements = sum(leaf.numel() for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
@@ -85,7 +85,7 @@ class ActionRecorder:
         self._layer = place, self._now()
 
     def end_layers(self) -> None:
-        """The forward pass of the last layer has ended."""
+        """Record that the forward pass of the last layer has ended."""
         if self._layer is None:
             return
         (place, begin), self._layer = self._layer, None
@@ -98,17 +98,17 @@ class ActionRecorder:
         return bool(self._records)
 
     def recorded(self) -> Recorded:
-        """Return what has been recorded."""
+        """Return all records."""
         return Recorded(self._records, memory_bytes(self._device), self._layers)
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Return the resident memory of this process; on CUDA the most that torch has allocated so far."""
+    """Return the resident memory of this process; on CUDA, the peak memory that torch has allocated."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return int(psutil.Process().memory_info().rss)
 
 
 def _when_done(device: torch.device) -> float:
-    torch.cuda.current_stream(device).synchronize()  # not the device: a receive posted ahead may wait for its send
+    torch.cuda.current_stream(device).synchronize()  # not the device: an early receive may still wait for its send
     return time.perf_counter()

@@ -1,4 +1,4 @@
-"""What the recorder of a process writes: what it did in a step, and when.
+"""The records of a process: what it did in a step, and when.
 
     begin        received                      computed      end
       │ waits for input │ forward, backward, code ... │ sends   │
@@ -18,19 +18,19 @@ RecordKind: TypeAlias = Kind | Literal["b", "feed", "loss", "a", "step"]
 
 
 class Record(NamedTuple):
-    """What a process did, and when.
+    """One activity of a process, with times.
 
     Attributes:
         kind: The kind of an action; or on the driver ``"b"`` and ``"a"``, the code before the call of the pipelined
             module and its backward pass, ``"feed"``, sending the module's input, and ``"loss"``, the code after the
-            call, with its backward pass where that runs per micro-batch; or ``"step"``, an optimizer's step.
+            call, with its backward pass if that runs per micro-batch; or ``"step"``, an optimizer's step.
         microbatch: The micro-batch; the last one if the code of the driver runs for a whole batch.
         stage: The chunk of layers; -1 if there is none.
         number: The number of the pass; -1 if it belongs to none.
         begin: When the process was ready.
-        received: When it had what it needs from another process.
-        computed: When it had computed.
-        end: When it had handed over what it sends.
+        received: When the input from another process had arrived.
+        computed: When the computation had ended.
+        end: When the process had handed its output to the transport.
     """
 
     kind: RecordKind
@@ -43,7 +43,7 @@ class Record(NamedTuple):
     end: float
 
     def shifted(self, seconds: float) -> Record:
-        """Return the record with times of a clock that is ahead by this."""
+        """Return the record with all times increased by ``seconds``."""
         times = (self.begin, self.received, self.computed, self.end)
         return Record(*self[:4], *(time + seconds for time in times))
 
@@ -54,11 +54,11 @@ class Record(NamedTuple):
 
 
 class LayerRecord(NamedTuple):
-    """What the forward passes of a layer took, without recomputation.
+    """The forward passes of a layer, without recomputation.
 
     Attributes:
-        seconds: Their time.
-        elements: The number of elements of its largest input.
+        seconds: The total time.
+        elements: The number of elements of the layer's largest input.
     """
 
     seconds: float
@@ -66,12 +66,12 @@ class LayerRecord(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """What a process hands over.
+    """All records of a process.
 
     Attributes:
         records: The records, in the order in which they ended.
-        memory_bytes: Its resident memory; on CUDA the most that torch has allocated so far.
-        layers: What its layers took, by their places in the whole module.
+        memory_bytes: The resident memory of the process; on CUDA, the peak memory that torch has allocated.
+        layers: The records of its layers, by index in the whole module.
     """
 
     records: list[Record]

@@ -6,10 +6,10 @@ On a worker the side outputs of each micro-batch stay on that worker, with a gra
 Each stage searches for side outputs in the first and the last micro-batch of a pass, and sends the names of their
 attributes together with its output, so that the driver has the names before user code continues:
 
-    stage 0 ── (y, its attributes) ──▶ stage 1 ── (y, those of both) ──▶ driver: a placeholder for each attribute
+    stage 0 ── (y, its attributes) ──▶ stage 1 ── (y, attributes of both) ──▶ driver: a placeholder for each attribute
 
-Code that uses a placeholder gets an error that says what to do. On the driver's own stage an attribute keeps the value
-that the layer stored where that value is right: in a pass of one micro-batch, and where ``training_step`` runs once per
+Code that uses a placeholder gets an error that says what to do. On the driver's stage, an attribute keeps the value
+that the layer stored if this value is right: in a pass of one micro-batch, and if ``training_step`` runs once per
 micro-batch.
 
 Index letters: ``m`` micro-batch, ``i`` stage, ``k`` place of a module in ``modules()``.
@@ -49,7 +49,7 @@ class Attribute(NamedTuple):
 
 
 class WithSideOutputs(NamedTuple):
-    """What a stage sends to the next one if layers have side outputs."""
+    """The value that a stage sends to the next stage if layers have side outputs."""
 
     value: Any
     attributes: tuple[Attribute, ...]
@@ -80,7 +80,7 @@ class SideOutputs:
 
 
 class _WatchedModule:
-    """The attributes of one module; a comparison of their ids detects quickly that none has changed."""
+    """The attributes of one module. A comparison of their ids quickly detects that none has changed."""
 
     def __init__(self, module: int, own: dict[str, Any]) -> None:
         self.module, self._own = module, own
@@ -108,14 +108,14 @@ class _WatchedModule:
                 yield name, value
 
     def _tensors(self) -> Iterator[tuple[str, list[tuple[Tensor, int]]]]:
-        """Yield those of :meth:`_others` that hold tensors, each tensor with its version counter."""
+        """Yield the attributes of :meth:`_others` that hold tensors, each tensor with its version counter."""
         for name, value in self._others():
             if held := list(_tensors_in(value)):
                 yield name, [(tensor, 0 if tensor.is_inference() else version_of(tensor)) for tensor in held]
 
 
 class Placeholder:
-    """Replaces a side output whose value is in another process, or is not right; any use of it raises an error.
+    """Replaces a side output whose value is in another process or is not right. Any use of it raises an error.
 
     A copy of a placeholder is a copy of the value that the attribute had before.
     """
@@ -124,7 +124,7 @@ class Placeholder:
         vars(self).update(_message=message, _before=before)
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # Python looks for such names itself
+        if name.startswith("__"):  # Python itself looks up such names
             raise AttributeError(name)
         raise RuntimeError(self._message)
 
@@ -157,24 +157,24 @@ class Placeholder:
 
 
 class Placeholders:
-    """Puts placeholders in place of side outputs, on the driver.
+    """Replaces side outputs with placeholders on the driver.
 
     Args:
-        stages: The layers of each stage on the driver; the last stage is the driver's own.
+        stages: The driver's copies of the layers of each stage. The last stage is the driver's stage.
     """
 
     def __init__(self, stages: Sequence[StageLayers]) -> None:
         self._stages, self._own = stages, len(stages) - 1
         run_ahead = {module for chunk in stages[-1].chunks[:-1] for module in chunk.modules()}
         self._run_last = {k for k, module in enumerate(stages[-1].modules()) if module not in run_ahead}
-        """Places of the modules of the last chunk. Other chunks here run ahead, for later micro-batches."""
+        """Indices of the modules of the last chunk. Other chunks of the driver already run later micro-batches."""
         self.known: dict[Attribute, tuple[dict[str, Any], Placeholder]] = {}
-        """For each side output that a stage has found: the attributes of its module, and its placeholder."""
+        """For each side output that a stage has found, the attributes of its module and its placeholder."""
         self._stored: dict[Attribute, Any] = {}
-        """Values of the own stage's side outputs that a placeholder replaces now."""
+        """Values of side outputs of the driver's stage that placeholders currently replace."""
 
     def unwrapped(self, value: Any) -> Any:
-        """Record the side outputs that have come with an output; return the output."""
+        """Record the side outputs that arrived with an output, and return the output."""
         if not isinstance(value, WithSideOutputs):
             return value
         for attribute in value.attributes:
@@ -182,7 +182,7 @@ class Placeholders:
         return value.value
 
     def insert(self, is_right: Callable[[Any], bool]) -> None:
-        """Put the placeholders in place, except for side outputs of the own stage whose value is right."""
+        """Insert the placeholders, except for side outputs of the driver's stage whose value is right."""
         for attribute, (own, placeholder) in self.known.items():
             if attribute.stage != self._own:
                 own[attribute.name] = placeholder
@@ -193,7 +193,7 @@ class Placeholders:
 
     @contextmanager
     def removed_for_layers(self) -> Iterator[None]:
-        """Within the body, give the layers of the own stage the values that they have stored in their attributes."""
+        """Context in which the attributes of the driver's layers have the values that the layers stored."""
         stored = list(self._stored.items())
         self._stored.clear()
         for attribute, value in stored:
@@ -207,7 +207,7 @@ class Placeholders:
                 self._replace(attribute)
 
     def restore(self) -> None:
-        """Remove the placeholders of the own stage; :meth:`insert` puts those back whose values are not right."""
+        """Remove the placeholders of the driver's stage. :meth:`insert` restores those whose values are not right."""
         for attribute, value in self._stored.items():
             own, placeholder = self.known[attribute]
             if own.get(attribute.name) is placeholder:
@@ -216,7 +216,7 @@ class Placeholders:
 
     @property
     def have_graphs(self) -> bool:
-        """Whether side outputs of the own stage that no placeholder replaces have a graph, which a loss may use."""
+        """Whether side outputs of the driver's stage without a placeholder have a graph, which a loss may use."""
         own = [
             values.get(a.name)
             for a, (values, _) in self.known.items()
@@ -227,7 +227,7 @@ class Placeholders:
     def end(self) -> None:
         """Remove all placeholders.
 
-        Layers of other stages get their earlier values, those of the own stage the values that they have stored.
+        Attributes of remote stages get their previous values, those of the driver's stage the values of the layers.
         """
         self.restore()
         for attribute, (own, placeholder) in self.known.items():
@@ -241,12 +241,12 @@ class Placeholders:
         what = f"the forward pass of layer {name}, a {type(module).__name__}, leaves tensors in its attribute"
         where = describe(attribute.stage, stage)
         if attribute.stage != self._own:
-            message = f"{what} {attribute.name!r} on {where}, in another process, so they are not here."
+            message = f"{what} {attribute.name!r} on {where}, in another process, so their values are not available."
         else:
             message = (
-                f"{what} {attribute.name!r} on {where}, once for each micro-batch: it has those of the last one only, "
-                'and gradients do not go through them. With schedule="1f1b" and checkpoint="never", which runs '
-                "training_step once per micro-batch, it has those of that micro-batch (a list or dict only if it is "
+                f"{what} {attribute.name!r} on {where}, once for each micro-batch: it has only those of the last "
+                'micro-batch, without gradients. With schedule="1f1b" and checkpoint="never", which runs training_step '
+                "once per micro-batch, it has the tensors of the current micro-batch (a list or dict only if it is "
                 "new)."
             )
         before = _MISSING if attribute.stage == self._own else vars(module).get(attribute.name, _MISSING)
@@ -260,7 +260,7 @@ class Placeholders:
 
 
 def is_fresh(value: Any) -> bool:
-    """Whether the value is of the latest micro-batch only: a container may also hold values of earlier ones."""
+    """Whether the value is only from the latest micro-batch. A container may also hold values of earlier ones."""
     return not isinstance(value, list | dict | set | deque)
 
 

@@ -1,4 +1,4 @@
-"""Skip connections: a layer stashes a tensor by name, and a later layer pops it, in whatever process each runs.
+"""Skip connections: a layer stashes a tensor by name, and a later layer pops it, in the same or another process.
 
     @skippable(stash=["1to3"])                     @skippable(pop=["1to3"])
     class Down(nn.Module):                         class Up(nn.Module):

@@ -37,17 +37,17 @@ from strategies.pipeline.stage.weight_gradients import WeightGradients
 from strategies.pipeline.transport.ties import TiedParameters
 
 Note = Callable[[str], None]
-"""Records what a stage does, such as ``F3, layer 5``."""
+"""Records the current activity of a stage, such as ``F3, layer 5``."""
 
 
 class DriverCode(Protocol):
-    """What the driver runs between the actions of its row."""
+    """The code that the driver runs between the actions of its row."""
 
     def run(self, operation: UserCode | Result) -> None:
         """Run the user's code, or take an output."""
 
     def joins(self, row: Row, place: int) -> bool:
-        """Return whether the code differentiates through the output of the action at this place, within the code."""
+        """Return whether the code itself runs the backward pass through the output of the action at this place."""
 
     def around(self) -> AbstractContextManager[None]:
         """Return the context in which layers of the driver run."""
@@ -77,7 +77,7 @@ class _Enter(torch.autograd.Function):
 
 
 def entered(value: Any, slots: Sequence[GradientSlot]) -> Any:
-    """Return ``value`` with tensors that are no autograd leaves, so that layers may change them in place.
+    """Return ``value`` with tensors that are not autograd leaves, so that layers may change them in place.
 
     Args:
         value: Nested tensors and other objects.
@@ -99,12 +99,12 @@ class _KeptMicrobatch:
     """Data of a micro-batch that a stage keeps between its forward and its backward pass.
 
     Attributes:
-        inputs: Slots for the gradients of those tensors of the input that require one.
-        outputs: One entry for each tensor of the output that receives a gradient from the next stage; ``None`` if the
-            micro-batch is not recomputed yet, or if the recomputed tensor requires no gradient. Empty for an
-            output that was given away with its graph.
-        recompute_from: The input of a micro-batch that is recomputed.
-        flags: Modes and ``requires_grad`` of the layers in the forward pass of a micro-batch that is recomputed.
+        inputs: Slots for the gradients of the input tensors that require a gradient.
+        outputs: One entry for each output tensor that receives a gradient from the next stage; ``None`` if the
+            micro-batch is not recomputed yet, or if the recomputed tensor requires no gradient. Empty for an output
+            that was returned with its graph.
+        recompute_from: The input of a recomputed micro-batch.
+        flags: Modes and ``requires_grad`` of the layers in the forward pass of a recomputed micro-batch.
     """
 
     inputs: list[GradientSlot]
@@ -121,7 +121,7 @@ class Stage:
         edges: This process's ends of the edges between chunks.
         ties: The tied parameters of this process; ``None`` if there are none.
         activity: Records what the stage does; ``None`` on the driver.
-        name: The stage in words, for errors.
+        name: A description of the stage for errors.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Stage:
         self._edges, self._ties, self._activity, self._name = edges, ties, activity, name
         self._now, self._runs_code = "", False
         self.recorder: ActionRecorder | None = None
-        """Records what the stage does; ``None`` if nobody wants to know."""
+        """Records what the stage does; ``None`` while nothing is recorded."""
 
     def close(self) -> None:
         """Discard all passes, and remove hooks from the layers."""
@@ -157,7 +157,7 @@ class Stage:
             chunk.discard(pass_number)
 
     def note(self, what: str) -> None:
-        """Record what the stage does now, such as ``F3, layer 5``."""
+        """Record the current activity of the stage, such as ``F3, layer 5``."""
         if self._activity is not None:
             self._activity.doing = what
 
@@ -165,14 +165,14 @@ class Stage:
         """Run the operations of a row in order.
 
         Args:
-            row: What this process does in a pass, or in a part of one.
+            row: The operations of this process in a pass, or in a part of a pass.
             this: The pass.
-            code: What the driver runs between the actions; ``None`` on a worker.
+            code: The code that the driver runs between the actions; ``None`` on a worker.
 
         Raises:
-            Exception: Whatever a layer or the code raises.
+            Exception: Any exception of a layer or of the code.
             RuntimeError: If a neighbour fails or does not answer in time.
-            torch.OutOfMemoryError: If the device has no memory left; it says what helps.
+            torch.OutOfMemoryError: If the device is out of memory. The message says what helps.
         """
         self._edges.begin(this)
         try:
@@ -187,7 +187,7 @@ class Stage:
             self._ties.flush()
 
     def _run(self, row: Row, this: Pass, code: DriverCode | None) -> None:
-        ended: Callable[[], None] | None = None  # ends the record of an action, to which its send belongs
+        ended: Callable[[], None] | None = None  # ends the record of an action, which includes its send
         at_once: list[Action] = []
         for place, operation in enumerate(row):
             if ended is not None and not (isinstance(operation, Post) and operation.way == "SEND"):
@@ -217,11 +217,11 @@ class Stage:
 
     @contextmanager
     def in_backward(self, this: Pass, m: int, i: int) -> Iterator[None]:
-        """Run the body, a backward pass through the graph of an output of a chunk.
+        """Context for a backward pass through the graph of an output of a chunk.
 
         Args:
             this: The pass.
-            m: The micro-batch, whose output the code has taken with its graph.
+            m: The micro-batch. The code has taken its output with its graph.
             i: The chunk.
         """
         self._now = f"B{m}"
@@ -324,7 +324,7 @@ class Chunk:
                     known.pop(key, None)
 
     def in_backward(self) -> AbstractContextManager[None]:
-        """Run the body, a backward pass through the graph of an output."""
+        """Context for a backward pass through the graph of an output."""
         return self._runner.in_backward()
 
     def forward(
@@ -336,9 +336,9 @@ class Chunk:
             this: The pass.
             m: The micro-batch.
             note: Records what the stage does.
-            recorder: Records when it waits, computes and sends.
-            with_graph: Whether code of the same process gets the output with its graph. It differentiates it within
-                :meth:`in_backward`, and the backward pass only sends what results.
+            recorder: Records when the stage waits, computes and sends.
+            with_graph: Whether code of the same process gets the output with its graph. The code then differentiates
+                the output within :meth:`in_backward`, and the backward pass only sends the resulting gradients.
         """
         x = self._ports.inputs.receive(this.number, m)
         if recorder is not None:
@@ -347,7 +347,7 @@ class Chunk:
         recompute = this.grad and m < this.recomputed
         kept = _KeptMicrobatch([GradientSlot() for tensor in tensors_of(x) if tensor.requires_grad], [])
         if recompute:
-            kept.recompute_from, kept.flags = x, Flags.of(self.layers)  # a layer may change its own flags
+            kept.recompute_from, kept.flags = x, Flags.of(self.layers)  # layers may change their flags
             if self._writes_input is not False:
                 x = _copied(x)
             before = _versions(x)
@@ -395,8 +395,8 @@ class Chunk:
             this: The pass.
             microbatches: The micro-batches; one if ``splits``.
             note: Records what the stage does.
-            recorder: Records when it waits, computes and sends; of several micro-batches, the wait for the first.
-            splits: Whether weight gradients that can wait do so until :meth:`weight_gradients`.
+            recorder: Records when the stage waits, computes and sends; for several micro-batches, the first wait.
+            splits: Whether to delay weight gradients that can wait until :meth:`weight_gradients`.
         """
         edges: list[GradientEdge] = []
         grads: list[Tensor] = []
@@ -406,7 +406,7 @@ class Chunk:
             if kept is None:  # neither an output nor an input of this micro-batch requires a gradient
                 continue
             done.append((m, kept.inputs))
-            if not kept.outputs:  # no gradient passes through this stage; the stage before still waits for a message
+            if not kept.outputs:  # no gradient passes through, but the previous stage waits for a message
                 continue
             received = self._ports.output_grads.receive(this.number, m)
             if recorder is not None and m == microbatches[0]:
@@ -435,7 +435,7 @@ class Chunk:
                 self._ports.input_grads.send([slot.value for slot in slots], this.number, m)
 
     def weight_gradients(self, this: Pass, m: int, note: Note) -> None:
-        """Compute the weight gradients of a micro-batch that its backward pass has left."""
+        """Compute the weight gradients that the backward pass of a micro-batch has delayed."""
         delayed = self._delayed.pop((this.number, m), None)
         if delayed is not None:
             note(f"W{m}")
@@ -452,7 +452,7 @@ class Chunk:
         recomputing: bool,
         recorder: ActionRecorder | None = None,
     ) -> Carried:
-        """Run the layers on new objects, which no other run uses; see :func:`unpack_objects`."""
+        """Run the layers on new copies of objects, which no other run uses; see :func:`unpack_objects`."""
         x, skips = unpack_objects(carried[0]), carried[1]
         del carried
         y, skips = self._runner.run(
@@ -498,7 +498,7 @@ def chunks_of(
         deferred_batch_norm: See :class:`~strategies.pipeline.stage.layers.Layers`.
         call: How the layers are called; see :class:`~strategies.pipeline.stage.layers.Layers`.
         side_outputs: Finds tensors that layers store in attributes; ``None`` if no layer can do so.
-        random_state: Restores the random state of the process; by default one of these chunks only.
+        random_state: Restores the random state of the process; by default a new one that these chunks share.
     """
     random_state = random_state or RandomStateKeeper(device)
     return {

@@ -1,18 +1,18 @@
-"""Backward passes in two parts: input gradients at once, the weight gradients of linear layers and convolutions later.
+"""Split backward passes: input gradients first, weight gradients of linear layers and convolutions later.
 
-The preceding stage waits for input gradients; nobody waits for weight gradients, which may fill idle time (Qi et al.,
-2023, https://arxiv.org/abs/2401.10241). Within :class:`DelayedWeights`, functions that multiply by a parameter record a
-node of autograd that leaves the gradient of the parameter to :class:`WeightGradients`. All else in a backward pass,
-such as the weights of a norm, custom functions, and layers that are compiled or recomputed, is computed at once, so any
-layer may run within it.
+The preceding stage waits for input gradients. No stage waits for weight gradients, which may fill idle time (Qi et al.,
+2023, https://arxiv.org/abs/2401.10241). Within :class:`DelayedWeights`, functions that multiply by a parameter record
+an autograd node that leaves the gradient of the parameter to :class:`WeightGradients`. All other gradients, such as
+those of norms, custom functions, and compiled or recomputed layers, are computed immediately. So any layer may run
+within it.
 
     forward     y = linear(x, w, b)       keeps x and w
     backward    grad_x = grad_y · w       and stores (w, b, x, grad_y)
     later       w.grad += grad_yᵀ · x
 
-The product is added to ``w.grad`` without a temporary tensor, and so are the rows of an embedding. For a large weight
-that takes half of the time or less, because the temporary tensor would be new memory in each micro-batch. Schedules
-whose backward passes are whole use this for large weights, too.
+The product is added to ``w.grad`` without a temporary tensor, and so are the rows of an embedding. For a large weight,
+this takes half of the time or less, because the temporary tensor would be new memory in each micro-batch. Schedules
+with whole backward passes also use this for large weights.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,12 +36,12 @@ class _Kind(NamedTuple):
     """A function of an input, a weight and a bias, and its gradients.
 
     Attributes:
-        forward: Takes input, weight, bias and the other arguments.
-        input_grad: Takes the gradient of the output, input, weight and the other arguments.
-        weight_grad: Takes the same.
+        forward: Takes input, weight, bias and further arguments.
+        input_grad: Takes the gradient of the output, input, weight and further arguments.
+        weight_grad: Takes the same arguments as ``input_grad``.
         bias_grad: Takes the gradient of the output.
-        add_weight_grad: Takes an existing gradient of the weight, to which it adds, and then the same as
-            ``weight_grad``. ``None`` if there is no way to add without a temporary tensor.
+        add_weight_grad: Takes an existing gradient of the weight, to which it adds, and the arguments of
+            ``weight_grad``. ``None`` if this function cannot add without a temporary tensor.
         is_cast: Whether autocast converts the arguments.
     """
 
@@ -79,7 +79,7 @@ def _embedding_grad(grad: Tensor, indices: Tensor, weight: Tensor, padding: int)
 
 
 def _add_embedding_grad(total: Tensor, grad: Tensor, indices: Tensor, weight: Tensor, padding: int) -> None:
-    """Add rows one by one if they are few; a table of the gradient takes longer then, and else less."""
+    """Add rows one by one if they are few, which is then faster than to compute the gradient of the whole table."""
     if indices.numel() > len(weight):
         total.add_(_embedding_grad(grad, indices, weight, padding))
         return
@@ -168,7 +168,7 @@ def _embedding(
     if padding_idx is not None:
         padding = padding_idx + len(weight) if padding_idx < 0 else padding_idx
         if not 0 <= padding < len(weight):
-            return None  # torch says what is wrong
+            return None  # torch raises the error
     return _Call(_EMBEDDING, input, weight, None, (padding,))
 
 
@@ -181,14 +181,14 @@ _CALLS: Mapping[Any, Callable[..., _Call | None]] = {
 
 
 LARGE_BYTES = 2**22
-"""From this size of a weight on, its gradient is added without a temporary tensor under every schedule."""
+"""Minimum size of a weight whose gradient is added without a temporary tensor under every schedule."""
 
 
 def _within(function: Any) -> Any:
-    """Return a function of ``torch.nn.functional`` whose calls of other functions a mode sees.
+    """Return a copy of a function of ``torch.nn.functional`` whose inner calls a function mode sees.
 
-    Such a function hands itself to the mode, which can only run it without the mode. The copy does not do so. It is
-    made for each call, because users replace functions of that module.
+    The original function passes itself to the mode, which can only run it without the mode; the copy does not. The copy
+    is made for each call, because users replace functions of this module.
     """
     names = {**function.__globals__, "has_torch_function": lambda tensors: False}
     copied = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
@@ -203,7 +203,7 @@ class WeightGradients:
     """Weight gradients of a micro-batch that have not been computed yet.
 
     Args:
-        at_once: Compute each gradient when it is added; none waits.
+        at_once: Compute each gradient when it is added, so that none waits.
     """
 
     def __init__(self, *, at_once: bool = False) -> None:
@@ -235,7 +235,7 @@ class WeightGradients:
 
 
 def _can_add_to(total: Tensor | None, grad: Tensor, x: Tensor) -> bool:
-    """Whether a product can be added to a gradient in place: not in another precision, and not if it is sparse."""
+    """Whether a product can be added to a gradient in place: it has the same precision, and the gradient is dense."""
     if type(total) is not Tensor or total.layout is not torch.strided or total.dtype != grad.dtype:
         return False
     return total.dtype == x.dtype or not x.is_floating_point()
@@ -245,20 +245,20 @@ def _add(parameter: Tensor, grad: Tensor) -> None:
     grad = grad.to(parameter.dtype)
     if parameter.grad is None:
         parameter.grad = grad
-    elif parameter.grad.is_sparse:  # of an embedding that shares the weight
+    elif parameter.grad.is_sparse:  # an embedding shares the weight
         parameter.grad = grad.add_(parameter.grad)
     else:
         parameter.grad.add_(grad)
 
 
 class DelayedWeights(TorchFunctionMode):
-    """Within this, linear layers, convolutions and embeddings can leave the gradients of their parameters for later.
+    """Mode in which linear layers, convolutions and embeddings can delay the gradients of their parameters.
 
     Args:
-        least_bytes: The size that a weight must have at least.
+        least_bytes: The minimum size of a weight.
 
     Attributes:
-        left: Where backward passes leave them now; ``None`` if they return them to autograd.
+        left: Collects the delayed gradients; ``None`` if backward passes return the gradients to autograd.
         least_bytes: See above.
     """
 
@@ -286,9 +286,9 @@ class DelayedWeights(TorchFunctionMode):
         return func(*args, **arguments)
 
     def _is_worth_it(self, call: _Call) -> bool:
-        """Whether the gradient of the weight is worth more than what autograd does.
+        """Whether to handle the gradient of the weight here rather than in autograd.
 
-        Under autocast it has another precision than ``.grad``, so nothing is gained by adding it in place.
+        Under autocast, its precision differs from that of ``.grad``, so adding it in place gains nothing.
         """
         if self.least_bytes == 0:
             return True
@@ -318,7 +318,7 @@ def _has_hooks(parameter: Tensor) -> bool:
 
 
 class _Delayed(torch.autograd.Function):
-    """A function of an input and parameters whose gradients may be left for later."""
+    """A function of an input and parameters whose gradients may be delayed."""
 
     @staticmethod
     def forward(
@@ -331,14 +331,14 @@ class _Delayed(torch.autograd.Function):
             dtype = torch.get_autocast_dtype(device)
             own = [t.to(dtype) if t is not None and t.dtype in _AUTOCAST else t for t in own]
         ctx.is_cast = own[0] is not x or own[1] is not weight
-        is_used = ctx.needs_input_grad[0] or ctx.is_cast  # else a layer may change its weight in place meanwhile
+        is_used = ctx.needs_input_grad[0] or ctx.is_cast  # otherwise a layer may change its weight in place in between
         ctx.save_for_backward(own[0], own[1] if is_used else None)
         return kind.forward(*own, *others).data  # may be a view, which the next layer could not change in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         kind, others, (weight, bias), (x, used) = ctx.kind, ctx.others, ctx.parameters, ctx.saved_tensors
-        used = weight if used is None else used  # of which only the shape counts
+        used = weight if used is None else used  # only the shape of the weight is needed
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled() and ctx.is_cast:
             raise RuntimeError(
@@ -356,13 +356,13 @@ class _Delayed(torch.autograd.Function):
 
 
 def _accumulates(ctx: Any, weight: Tensor) -> bool:
-    """Whether this backward pass adds to ``weight.grad``: not one of ``torch.autograd.grad`` within a layer or hook."""
+    """Whether this backward pass adds to ``weight.grad``, unlike ``torch.autograd.grad`` within a layer or hook."""
     nodes = [node for node, _ in ctx.next_functions if getattr(node, "variable", None) is weight]
     try:
         return bool(nodes) and is_computed_in_this_pass(nodes[0])
-    except RuntimeError:  # torch.autograd.grad asks for the gradient of the weight
+    except RuntimeError:  # torch.autograd.grad requests the gradient of the weight
         return False
 
 
 _AUTOCAST = frozenset([torch.float32, torch.float16, torch.bfloat16])
-"""What autocast converts; not float64."""
+"""The dtypes that autocast converts; not float64."""

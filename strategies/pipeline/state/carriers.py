@@ -1,11 +1,11 @@
-"""Carriers of the state of a stage to the worker that goes on with it, and how the state is pickled for them.
+"""Carriers bring the state of a stage to the worker that continues with it. This module also pickles the state.
 
     driver ── pickle over RPC, storages over the data plane ──▶ worker                 (:class:`Shipped`)
     worker ── pickle, storages beside it ──▶ slot ──▶ another worker for the stage     (:class:`InSlot`)
 
-The values of large tensors are not part of the pickle: they follow one storage after another, into their final place
+The values of large tensors are not part of the pickle. They follow one storage at a time, directly to their final place
 (:mod:`strategies.pipeline.transport.storages`, :mod:`strategies.pipeline.transport.slots`), so that no process holds a
-second copy of a stage. In place of tensors that have been recorded and not built, their recipes travel
+second copy of a stage. Tensors that have been recorded but not built are sent as recipes
 (:mod:`strategies.pipeline.construction`).
 """
 
@@ -41,29 +41,29 @@ Receive = Callable[[Sequence[UntypedStorage]], None]
 """Receives the values of storages from the driver."""
 
 _ALL = -1
-"""In a slot, storages of every size stay out of the pickle, because torch makes an archive of each that it pickles."""
+"""In a slot, no storage is part of the pickle, because torch makes an archive of each storage that it pickles."""
 
 
 class Carrier(Protocol):
-    """What brings a worker the state of its stage."""
+    """Brings a worker the state of its stage."""
 
     def take(self, receive: Receive) -> StageState:
-        """Return the state, in memory of its own; called once, in the process of the worker."""
+        """Return the state, in newly allocated memory. Called once, in the process of the worker."""
 
 
 class Origin(Protocol):
-    """Where the state of a stage is, as the driver sees it."""
+    """The place of the state of a stage, as the driver sees it."""
 
     def carrier(self) -> Carrier:
-        """Return what the worker gets; called once."""
+        """Return the carrier for the worker. Called once."""
 
     def deliver(self, send: Callable[[list[UntypedStorage]], None]) -> None:
-        """Send what the carrier lacks; called when all workers have begun to take their states."""
+        """Send what the carrier does not contain. Called when all workers have begun to take their states."""
 
 
 @dataclass(frozen=True)
 class Shipped:
-    """A state that the driver sends: what is pickled of it; the driver sends the large storages afterwards.
+    """A state that the driver sends: the pickle of the state. The driver sends the large storages afterwards.
 
     Attributes:
         blob: See :class:`Parcel`.
@@ -80,7 +80,7 @@ class Shipped:
 
 @dataclass(frozen=True)
 class InSlot:
-    """A state in a slot, which a worker before has written as a snapshot.
+    """A state in a slot, which a previous worker wrote as a snapshot.
 
     Attributes:
         address: The slot.
@@ -160,7 +160,7 @@ class Parcel:
 
     Attributes:
         blob: The pickle, with a number in place of each large storage.
-        storages: These storages, in the order of their numbers. Tensors that share one share it on arrival too.
+        storages: These storages, in the order of their numbers. Tensors that share a storage also share it on arrival.
         built: The numbers of the recorded storages that the receiver builds.
     """
 
@@ -169,26 +169,26 @@ class Parcel:
     built: frozenset[int] = frozenset()
 
     def carrier(self) -> Carrier:
-        """Return what goes over RPC, of which nothing stays here."""
+        """Return the part that RPC sends, and release it here."""
         blob, self.blob = self.blob, b""
         return Shipped(blob)
 
     def deliver(self, send: Callable[[list[UntypedStorage]], None]) -> None:
-        """Send the storages, of which nothing stays here."""
+        """Send the storages, and release them here."""
         send(self.storages)
 
 
 @dataclass(frozen=True)
 class _Built:
-    """Stands for the storage that a recipe computes."""
+    """Represents the storage that a recipe computes."""
 
     number: int
 
 
 def _reduced_code(code: CodeType) -> tuple[Any, ...]:
-    """Return how code is pickled, with the name of its file, so that a worker's traceback shows the lines of a script.
+    """Return the reduced form of code, with its file name, so that a worker's traceback shows the lines of a script.
 
-    cloudpickle 3.1.3 puts ``<dynamic-code>`` in place of the name.
+    cloudpickle 3.1.3 replaces the file name with ``<dynamic-code>``.
     """
     make, arguments = cloudpickle.Pickler.dispatch_table[CodeType](code)
     return make, tuple(code.co_filename if argument == "<dynamic-code>" else argument for argument in arguments)
@@ -248,7 +248,7 @@ class _StagePickler(cloudpickle.Pickler):
 
 
 def _global_place(sentinel: object) -> tuple[str, str] | None:
-    """Return module and name of a plain ``object()``, which functions compare by identity; ``None`` if it has none."""
+    """Return module and name of a global ``object()``, which code compares by identity; ``None`` if not found."""
     for module, own in [*sys.modules.items()]:
         for name, value in [*vars(own).items()] if module != "__main__" and isinstance(own, ModuleType) else ():
             if value is sentinel:
@@ -292,7 +292,7 @@ class _StageUnpickler(pickle.Unpickler):
 
 
 def unpickled(blob: bytes) -> tuple[Any, list[UntypedStorage]]:
-    """Return the object, and the storages in it whose values are to be received, in the order of their numbers."""
+    """Return the object, and the storages in it whose values will be received, in the order of their numbers."""
     content, recipes = pickle.loads(blob)
     unpickler = _StageUnpickler(io.BytesIO(content), recipes)
     found = unpickler.load()
@@ -312,11 +312,11 @@ def pickled(
 
     Args:
         state: The object to pickle.
-        layers: The layers in it; the error message names the one that cannot be pickled.
+        layers: The layers in ``state``. The error message names the layer that cannot be pickled.
         forbidden: The whole model, which must not become part of the pickle.
-        construction: What knows the recipes of tensors that have been recorded and not built.
+        construction: Has the recipes of tensors that have been recorded but not built.
         streams: Leave out the values of large tensors. Otherwise they are part of the pickle.
-        small_bytes: The largest storage that is part of the pickle nevertheless.
+        small_bytes: The maximum size of a storage that is part of the pickle even so.
 
     Raises:
         ValueError: If an object cannot be pickled, or refers to ``forbidden``.
@@ -331,8 +331,8 @@ def pickled(
     for name, layer in layers.named_modules():
         if compiled_call(layer) is not None:
             warnings.warn(
-                f"layer {name} was compiled by .compile(), which is lost on the way to another process: it runs "
-                "uncompiled there. Put torch.compile(layer) in its place, or compile functions that it calls.",
+                f"layer {name} was compiled by .compile(), which cannot be sent to another process: the layer runs "
+                "uncompiled there. Replace it with torch.compile(layer), or compile functions that it calls.",
                 stacklevel=2,
             )
     file = io.BytesIO()
@@ -341,7 +341,7 @@ def pickled(
         pickler.dump(state)
     except ValueError:
         raise
-    except Exception as error:  # pickling raises whatever the objects' own methods raise
+    except Exception as error:  # methods of the pickled objects may raise any exception
         culprits = [
             f"layer {name}, a {type(layer).__name__}," for name, layer in layers.named_children() if _fails(layer)
         ]

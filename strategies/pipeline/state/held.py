@@ -1,6 +1,6 @@
-"""The state of a stage in the process that runs it: parts of it are captured, and what the driver sends is placed.
+"""The state of a stage in the process that runs it: capture parts of it, and place parts that the driver sends.
 
-capture(part)  ──▶ a tree of tensors, for the shelf       place(part, content)  ◀── what the driver sends
+capture(part)  ──▶ a tree of tensors, for the shelf       place(part, content)  ◀── content from the driver
 whole()        ──▶ everything, for another process        (``StageState``)
 """
 
@@ -27,10 +27,11 @@ class HeldState:
     """The state of a stage between two passes, in the objects that the process trains.
 
     Args:
-        state: What the stage has begun with, on its device; only its layers, copies, numbers and computed values count.
+        state: The initial state of the stage, on its device. Only its layers, copies, numbers and computed values are
+            used.
         optimizers: The user's optimizers, restricted to this stage.
         device: The device of the stage.
-        shared_steps: What divides optimizer states among the replicas of the stage, if they do.
+        shared_steps: Divides optimizer states among the replicas of the stage; ``None`` if they are not divided.
     """
 
     def __init__(
@@ -44,17 +45,17 @@ class HeldState:
         self.layers, self.copies, self.optimizers = state.layers, state.copies, optimizers
         self.modules: Sequence[StageLayers] = [state.layers, *state.copies]
         self.numbers = state.numbers
-        """For each optimizer, the numbers that the whole one gives to the parameters of this stage."""
+        """For each optimizer, the numbers of this stage's parameters in the whole optimizer."""
         self.computed = state.computed
         """Results of operations that the driver refers to, by number."""
         self.shelf = state.shelf
-        """Tensors set aside for the driver, by number and flattened path."""
+        """Tensors on the shelf for the driver, by number and flattened path."""
         self.shared_steps = shared_steps
         self.states_read: dict[int, Any] = {}
         """States of optimizers that an RPC thread has read from a checkpoint, by number, until they are placed."""
 
     def capture(self, part: Part) -> Any:
-        """Return a part of the state. Tensors in it are those of the stage, on its device."""
+        """Return a part of the state. Its tensors are the stage's tensors, on the stage's device."""
         kind, number = part
         if kind is PartKind.TENSORS:
             module = self.modules[number]
@@ -80,9 +81,9 @@ class HeldState:
 
         Args:
             part: A state dict, buffers or the states of an optimizer.
-            content: What :meth:`capture` returns, or some entries of it: the driver reports what is missing. For an
-                optimizer the states may be those of the whole one; ``None`` stands for those that have been read from a
-                sharded checkpoint.
+            content: A result of :meth:`capture`, or some of its entries; the driver reports missing entries. For an
+                optimizer, it may have the states of the whole optimizer. ``None`` stands for states that have been read
+                from a sharded checkpoint.
         """
         kind, number = part
         if kind is PartKind.STATE_DICT:
@@ -94,7 +95,7 @@ class HeldState:
             self._place_states(number, self.states_read.pop(number) if content is None else content)
 
     def whole(self) -> StageState:
-        """Return everything, for another process."""
+        """Return the whole state, for another process."""
         named = self.layers.named_parameters()
         return StageState(
             layers=self.layers,

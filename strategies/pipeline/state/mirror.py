@@ -1,7 +1,7 @@
-"""Changes that the user makes to the driver's copies of a worker's layers during a run: sent to the worker, or refused.
+"""Send changes that the user makes to the driver's copies of a worker's layers to the worker, or refuse them.
 
-Sent are the mode, ``requires_grad``, plain attributes (numbers, flags and strings, such as the rate of a dropout layer)
-and tensors that are assigned to buffers. At the end, attributes of the worker's layers are copied back.
+Relay sends the mode, ``requires_grad``, plain attributes (numbers, flags and strings, such as the rate of a dropout
+layer) and tensors that are assigned to buffers. At the end, it copies attributes of the worker's layers back.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,11 +21,11 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class Mirror:
-    """Compares the driver's copies of a worker's layers with what the worker has been told last.
+    """Compares the driver's copies of a worker's layers with the state that was last sent to the worker.
 
     Args:
-        layers: The driver's copies, which are equal to the worker's layers at this point.
-        description: The stage in words.
+        layers: The driver's copies, which equal the worker's layers at this point.
+        description: A description of the stage.
     """
 
     def __init__(self, layers: nn.Sequential, description: str) -> None:
@@ -41,19 +41,19 @@ class Mirror:
         self._trained, self._seen = self._flags(), _Seen(layers)
 
     def note_sent(self) -> None:
-        """Record that the worker has the attributes and flags that the driver's copies have now."""
+        """Record that the worker has the current attributes and flags of the driver's copies."""
         self._sent, self._trained = plain_attributes(self._layers), self._flags()
         self._seen = _Seen(self._layers)
 
     def _flags(self) -> list[bool]:
-        with without_torch_function():  # of stand-ins, which would take most of the time
+        with without_torch_function():  # faster: __torch_function__ of stand-ins would take most of the time
             return [parameter.requires_grad for parameter in self._parameters]
 
     def changes(self) -> tuple[Attributes, list[bool] | None]:
         """Return what has changed since the last call.
 
         Returns:
-            Attributes that have changed, and ``requires_grad`` of all parameters if that of any has changed.
+            The changed attributes, and ``requires_grad`` of all parameters if that of any parameter has changed.
 
         Raises:
             RuntimeError: If a module, parameter, buffer or hook has been added, removed or replaced since the start.
@@ -72,14 +72,14 @@ class Mirror:
     def _check_structure(self) -> None:
         if _structure_of(self._layers) != self._structure:
             raise RuntimeError(
-                f"{self._description}, which lives in another process, has another layer, parameter, buffer or hook "
+                f"{self._description}, which runs in another process, has another layer, parameter, buffer or hook "
                 "than when the pipeline started; such a change cannot be sent there during a run. Change the model "
-                "before fit (or in configure_model), change values by load_state_dict without assign=True, and modes, "
-                "requires_grad or plain attributes of layers at any time."
+                "before fit (or in configure_model). Values can change by load_state_dict without assign=True; modes, "
+                "requires_grad and plain attributes of layers can change at any time."
             )
 
     def carry(self, remote: RemoteStage) -> None:
-        """Send what has changed to the stage, with the next command."""
+        """Send the changes to the stage, with the next command."""
         self.carry_buffers(remote)
         attributes, trained = self.changes()
         if attributes or trained is not None:
@@ -100,7 +100,7 @@ class Mirror:
     def take_back(
         self, attributes: Sequence[Mapping[str, Any]], objects: tuple[bytes, Mapping[tuple[int, str], Tensor]]
     ) -> None:
-        """Copy the worker's attributes to the driver's layers, except those that have changed here meanwhile."""
+        """Copy the worker's attributes to the driver's layers, except attributes that have changed here."""
         self._objects.take(*objects)
         for module, sent, now in zip(self._layers.modules(), self._sent, attributes, strict=True):
             own = vars(module)
@@ -108,9 +108,9 @@ class Mirror:
 
 
 class _Seen:
-    """The attributes, parameters, buffers, children and hooks that modules have, to find out quickly that none changes.
+    """The attributes, parameters, buffers, children and hooks of modules, to detect quickly that none has changed.
 
-    It refers to the objects, so another object cannot get the address of one of them.
+    This object keeps references to them, so that no new object can get the address of one of them.
 
     Args:
         layers: The modules.

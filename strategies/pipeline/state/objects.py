@@ -1,9 +1,9 @@
-"""Attributes of layers that a worker may have changed: lists, dicts, other objects, and tensors that are no buffers.
+"""Attributes of layers that a worker may have changed: lists, dicts, other objects, and tensors that are not buffers.
 
-They come back to the driver at the end of a run, and if layers move to other processes in mid-run. An attribute that
-the worker has not changed stays the object that it is on the driver, because other objects may refer to it; so does one
-that the driver has changed. Left out are functions, and objects that contain modules, tensors or what has a
-``__del__``, of which there would be a second copy; so are tensors that require a gradient, which are results of a
+They return to the driver at the end of a run, and when layers move to other processes during a run. If the worker has
+not changed an attribute, or the driver has changed it, the driver keeps its object, because other objects may refer to
+it. Not returned are functions, and objects that contain modules, tensors or objects with ``__del__``, because this
+would create a second copy of these. Tensors that require a gradient are not returned either: they are results of a
 forward pass.
 """
 
@@ -24,11 +24,11 @@ _MISSING = object()
 
 
 class _NotCarried(Exception):
-    """Raised if an object must not be copied, because it contains a module, a tensor or what has ``__del__``."""
+    """Raised if an object must not be copied, because it contains a module, a tensor or an object with ``__del__``."""
 
 
 class _AttributePickler(cloudpickle.Pickler):
-    """Refuses modules and tensors, and what releases something at its end: a copy would release it once more."""
+    """Refuses modules, tensors, and objects with ``__del__``, whose copy would release a resource a second time."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, nn.Module | Tensor) or hasattr(type(obj), "__del__"):
@@ -37,10 +37,10 @@ class _AttributePickler(cloudpickle.Pickler):
 
 
 def objects_of(layers: nn.Module) -> tuple[bytes, dict[tuple[int, str], Tensor]]:
-    """Return the attributes of layers, by the place of the module in ``modules()`` and the name.
+    """Return the attributes of layers, by the index of the module in ``modules()`` and the name.
 
     Returns:
-        Objects, pickled together so that shared ones stay shared, and tensors.
+        The objects, pickled together so that shared objects stay shared; and the tensors.
     """
     held = {storage_key(tensor) for tensor in (*layers.parameters(), *layers.buffers())}
     objects, tensors = {}, {}
@@ -57,7 +57,7 @@ def objects_of(layers: nn.Module) -> tuple[bytes, dict[tuple[int, str], Tensor]]
 
 
 class ObjectsAtStart:
-    """The attributes of the driver's copies of layers, as they are when the layers have been sent to a worker.
+    """The attributes of the driver's copies of layers at the time when the layers were sent to a worker.
 
     Args:
         layers: The copies.
@@ -71,7 +71,7 @@ class ObjectsAtStart:
         ]
 
     def take(self, pickled: bytes, tensors: Mapping[tuple[int, str], Tensor]) -> None:
-        """Set the attributes that :func:`objects_of` returned on the worker, where only the worker has changed them."""
+        """Set the attributes that :func:`objects_of` returned on the worker, if only the worker has changed them."""
         for (k, name), value in pickle.loads(pickled).items():
             own = vars(self._modules[k])
             if self._is_unchanged(k, name) and not (name in own and canonical(own[name]) == canonical(value)):
@@ -99,7 +99,7 @@ def _mark(value: Any) -> Any:
 
 
 def canonical(value: Any) -> bytes | None:
-    """Return a pickle that does not depend on how the object was made: which equal strings in it are one object."""
+    """Return a pickle that does not depend on how the object was made, such as on which equal strings are identical."""
     first = pickled_alone(value)
     return None if first is None else pickled_alone(pickle.loads(first))
 
@@ -109,6 +109,6 @@ def pickled_alone(value: Any) -> bytes | None:
     file = io.BytesIO()
     try:
         _AttributePickler(file).dump(value)
-    except Exception:  # whatever the objects' own methods raise: such an object stays where it is
+    except Exception:  # methods of the object may raise any exception; such an object is not returned
         return None
     return file.getvalue()

@@ -1,4 +1,4 @@
-"""Operations on tensors whose values live on a worker: recorded on the driver, carried out by the stage.
+"""Operations on tensors whose values are on a worker: the driver records them, and the stage runs them.
 
     driver    with OnStages():
                   average.lerp_(weight, 0.1)      on stand-ins without values: shapes, types and errors
@@ -37,7 +37,7 @@ _REMOTE = RemoteParameter | RemoteBuffer
 
 
 class RemoteValue:
-    """Refers to a value on a worker, which frees a computed value when no reference on the driver is left."""
+    """Refers to a value on a worker. The worker frees a computed value when the driver has no reference to it."""
 
     def __init__(self, holder: "Holder", key: Key, stand_in: Tensor) -> None:
         self.holder, self.key, self.layout = holder, key, Strides.of(stand_in)
@@ -47,7 +47,7 @@ class RemoteValue:
             self.holder.stage.send(StageCommands.free_value, self.key)
 
     def reference(self, tensor: Tensor) -> WorkerTensor:
-        """Return how an operation names ``tensor``, which shares the storage of this value."""
+        """Return the reference to ``tensor`` in an operation. The tensor shares the storage of this value."""
         layout = Strides.of(tensor)
         return WorkerTensor(self.key, self.layout, None if layout == self.layout else layout)
 
@@ -62,18 +62,18 @@ class Holder:
     def __init__(self, stage: RemoteStage) -> None:
         self.stage, self.description = stage, stage.description
         self.num_writes = 0
-        """How many operations have changed values in place."""
+        """The number of operations that have changed values in place."""
         self._numbers = itertools.count()
         self._has_ended = False
 
     def take(self, module: int, layers: nn.Module) -> None:
         """Connect the stand-ins in ``layers`` to their values, in module number ``module`` of the stage."""
         for name, tensor in (*layers.named_parameters(), *layers.named_buffers()):
-            if isinstance(tensor, _REMOTE) and tensor.relay_value is None:  # the first stage owns a tied parameter
+            if isinstance(tensor, _REMOTE) and tensor.relay_value is None:  # the first stage owns a tied one
                 tensor.relay_value = RemoteValue(self, (module, name), tensor)
 
     def computed(self, stand_in: Tensor) -> RemoteValue:
-        """Return a reference to the result of an operation, for which ``stand_in`` stands on the driver."""
+        """Return a reference to the result of an operation, which ``stand_in`` represents on the driver."""
         number = next(self._numbers)
         return RemoteValue(self, number, stand_in)
 
@@ -95,13 +95,13 @@ class Holder:
     def _check(self) -> None:
         if self._has_ended:
             raise RuntimeError(
-                f"{self.description} has ended, and with it the values that were computed there; keep what is "
-                "to outlast the run in a copy of the model's state_dict()"
+                f"{self.description} has ended, so the values that were computed there are lost; to keep values after "
+                "the run, copy the model's state_dict()"
             )
 
 
 class OnStages(TorchFunctionMode):
-    """While active, stages carry out operations on stand-ins for their tensors, and keep the results.
+    """Mode in which stages run operations on stand-ins for their tensors, and keep the results.
 
     Lists of tensors, as in ``torch._foreach_lerp_``, are divided among the stages. Operations that need values in this
     process, such as ``item()``, fetch them.
@@ -115,7 +115,7 @@ class OnStages(TorchFunctionMode):
         remotes = [t for t in tensors_in(given) if isinstance(t, _REMOTE) and t.relay_value is not None]
         if not remotes:
             if func is Tensor.to and any(isinstance(v, torch.device) and v.type == "meta" for v in given[1:]):
-                return args[0]  # will be combined with a stand-in, and is sent as a value then
+                return args[0]  # it will be combined with a stand-in, and is sent as a value then
             return func(*args, **kwargs)
         if _is_left_alone(func):
             return func(*args, **kwargs)
@@ -150,14 +150,14 @@ class OnStages(TorchFunctionMode):
 
 
 class NotCarriedError(RuntimeError):
-    """Raised for an operation that no stage can carry out."""
+    """Raised for an operation that no stage can run."""
 
 
 class OperationRecorder(TorchDispatchMode):
-    """While active, records operations on stand-ins; :meth:`commit` sends them to their stages.
+    """Mode that records operations on stand-ins. :meth:`commit` sends them to their stages.
 
     Args:
-        values: The known values of stand-ins by storage, to which the values of results are added.
+        values: The known values of stand-ins by storage. The values of results are added.
         loads: Whether a tensor without values may be copied, as ``load_state_dict`` does after it has sent the values.
     """
 
@@ -165,9 +165,9 @@ class OperationRecorder(TorchDispatchMode):
         super().__init__()
         self._values, self._loads = values, loads
         self.writes = False
-        """Whether something was to be changed in place."""
+        """Whether an operation changes a tensor in place."""
         self._recorded: list[tuple[Holder, Operation, bool]] = []
-        self._kept: list[Tensor] = []  # so that no other storage gets the same address
+        self._kept: list[Tensor] = []  # so that no new storage gets the same address
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -204,7 +204,7 @@ class OperationRecorder(TorchDispatchMode):
 
     def _record(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, writes: bool) -> None:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            raise NotCarriedError(f"{func} draws random numbers, which would be others on another stage")
+            raise NotCarriedError(f"{func} draws random numbers, which would differ on another stage")
         tensors = tensors_in((args, kwargs))
         lost = [t for t in tensors if t.is_meta and self._value(t) is None]
         if lost:
@@ -259,7 +259,7 @@ class OperationRecorder(TorchDispatchMode):
         value = self._value(tensor)
         if value is not None:
             return value.reference(tensor)
-        return tensor.detach().to("cpu", copy=True)  # it may change before it is sent
+        return tensor.detach().to("cpu", copy=True)  # the tensor may change before it is sent
 
 
 class HeldValues:
@@ -275,7 +275,7 @@ class HeldValues:
 
     @torch.no_grad()
     def compute(self, operation: Operation) -> None:
-        """Carry out an operation and keep its new values."""
+        """Run an operation and keep its new values."""
         namespace, name, overload = operation.name
         func = named_operator(namespace, name, overload)
         args, kwargs = tree_map_only(WorkerTensor, self.tensor, (operation.args, operation.kwargs))

@@ -1,14 +1,14 @@
-"""Stand-ins on the driver for parameters and buffers whose values live on a worker.
+"""Stand-ins on the driver for parameters and buffers whose values are on a worker.
 
-Name, shape, dtype and ``requires_grad`` are known on the driver. Reading values fetches them, by one message to the
-stage; nothing else does:
+Name, shape, dtype and ``requires_grad`` are known on the driver. Only reading values fetches them, with one message to
+the stage:
 
-    parameter.detach(), .data, [0], .t()   a view: a stand-in too, whose values are fetched when they are read
-    parameter.norm(), .clone(), .cpu()     computed from the values that the stage has now
-    parameter.grad                         the gradient that the stage has now, or ``None``; a :class:`FetchedTensor`
+    parameter.detach(), .data, [0], .t()   a view: also a stand-in, whose values are fetched when they are read
+    parameter.norm(), .clone(), .cpu()     computed from the current values of the stage
+    parameter.grad                         the stage's current gradient, or ``None``; a :class:`FetchedTensor`
     zero_grad(), parameter.grad = None     clears the gradient on the stage, before the next command of the stage
     parameter.mul_(2), .grad.mul_(2)       an error, because the change would not reach the stage
-    loss + parameter.norm()                a value, whose backward pass adds to the gradient on the stage
+    loss + parameter.norm()                a value; its backward pass adds to the gradient on the stage
 """
 
 import sys
@@ -29,7 +29,7 @@ from strategies.pipeline.control.client import RemoteStage
 from strategies.pipeline.control.commands import StageCommands
 
 _HARMLESS = ("requires_grad_", "rename_")
-"""Methods that end in an underscore and change no value."""
+"""Methods whose names end in an underscore, but which change no value."""
 
 _IN_PLACE_OPERATORS = frozenset(
     f"__i{name}__"
@@ -42,7 +42,7 @@ _IN_PLACE_OPERATORS = frozenset(
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 
 _LIKE = frozenset(f"{name}_like" for name in ("empty", "zeros", "ones", "full", "rand", "randn", "randint"))
-"""Functions for which the shape is enough. Tensors' own ``new_...`` methods are such functions too."""
+"""Functions that need only the shape. The ``new_...`` methods of tensors are also such functions."""
 
 _FACTS = frozenset(
     [
@@ -53,22 +53,22 @@ _FACTS = frozenset(
 """Properties of stand-ins and fetched tensors that are known without values."""
 
 _FIND_NO_GRADIENT = ("torch.optim.", "torch.amp.", "torch.nn.modules.", "torch.utils.", "torch._", "strategies.")
-"""Modules whose functions find ``.grad`` to be ``None``, because the stage does their work. Others get the gradient.
+"""Modules whose functions get ``None`` for ``.grad``, because the stage does their work. Other code gets the gradient.
 
-``GradScaler``, ``clip_grad_norm_`` and optimizers open no scope that could be asked for, so the module of the immediate
-caller decides; see decision record 073.
+``GradScaler``, ``clip_grad_norm_`` and optimizers enter no context that could be detected, so the module of the
+immediate caller decides; see decision record 073.
 """
 
 
 @dataclass
 class Source:
-    """Where the values of a stand-in are.
+    """The place of the values of a stand-in.
 
     Attributes:
         stage: The stage.
         name: Name of the tensor in the module.
         device: Device to which fetched values are moved.
-        module: Number of the module on the stage: 0 for its layers, ``k`` for those of the ``k``-th copy of the model.
+        module: Number of the module on the stage: 0 for its layers, ``k`` for the layers of the ``k``-th model copy.
     """
 
     stage: RemoteStage
@@ -81,7 +81,7 @@ class Source:
         """Return a copy of the current values.
 
         Raises:
-            RuntimeError: If there are no values, or if they are a result of the forward pass that requires a gradient.
+            RuntimeError: If there are no values, or if they are a result of the forward pass and require a gradient.
         """
         value, requires_grad = self.stage.readable().ask(StageCommands.value, self.name, self.module).wait()
         if value is None:
@@ -98,7 +98,7 @@ class Source:
         self.stage.send(StageCommands.add_gradient, self.name, grad.detach().cpu(), self.module)
 
     def gradient(self) -> Tensor | None:
-        """Return the current gradient; it is fetched once as long as the stage does not change it."""
+        """Return the current gradient. It is fetched again only if the stage has changed it."""
         if self._gradient[0] != self.stage.version:
             grad = self.stage.readable().ask(StageCommands.gradient, self.name, self.module).wait()
             self._gradient = self.stage.version, None if grad is None else grad.to(self.device)
@@ -110,29 +110,29 @@ class Source:
 
 
 class _Remote:
-    """Fetches values for operations that read them, and raises where an operation would have no effect on the stage.
+    """Fetches values for operations that read them, and refuses operations that would have no effect on the stage.
 
-    The latter are changes in place, setting a gradient, registering hooks, and using a fetched copy that is outdated.
+    Refused are in-place changes, setting a gradient, registering hooks, and using an outdated fetched copy.
     """
 
     relay_name: str
     """Name of this tensor, or of the tensor from which it was computed."""
 
     relay_source: Source | None = None
-    """Where values can be fetched; ``None`` if they cannot."""
+    """The place from which values can be fetched; ``None`` if they cannot be fetched."""
 
     relay_view: "Callable[[Callable[[_Remote], Tensor]], Tensor] | None" = None
     """For a view of a stand-in: returns its values, given a function that reads the stand-in."""
 
     relay_advice: str = (
         "For gradients of all stages set the Trainer's gradient_clip_val, or call self.clip_gradients(...) or "
-        "trainer.strategy.clip_grad_norm_(...), which returns their norm and with max_norm=inf leaves them as they "
-        "are; to clear them call zero_grad() of the optimizer or of the model."
+        "trainer.strategy.clip_grad_norm_(...), which returns their norm (max_norm=inf does not change them); to clear "
+        "them call zero_grad() of the optimizer or of the model."
     )
     """Advice in error messages about gradients."""
 
     relay_is_followed: bool = True
-    """Whether steps of an optimizer over this parameter reach the worker; if not, reading ``.grad`` in them raises."""
+    """Whether optimizer steps over this parameter apply to the worker. If not, reading ``.grad`` in them raises."""
 
     relay_value: Any = None
     """Reference to the values, for :class:`~strategies.pipeline.state.remote_operations.OnStages`."""
@@ -147,7 +147,7 @@ class _Remote:
     ) -> Any:
         kwargs = kwargs or {}
         with without_torch_function():
-            if func in _FACTS:  # read of all parameters in each pass
+            if func in _FACTS:  # fast path: each pass reads these of all parameters
                 return func(*args, **kwargs)
             descriptor, name = _descriptor(func), func.__name__
             if name == "__get__" and descriptor is Tensor.grad and isinstance(args[0], RemoteParameter):
@@ -155,7 +155,7 @@ class _Remote:
             if name == "__set__" and descriptor is Tensor.grad and isinstance(args[0], RemoteParameter):
                 return args[0]._set_gradient(args[1])
             if name == "__get__" and descriptor is Tensor.device and args[0].relay_source is not None:
-                return args[0].relay_source.device  # on which values are after reading
+                return args[0].relay_source.device  # the device of fetched values
             if (changed := _changed(func, args, kwargs)) is not None:
                 changed._refuse(getattr(descriptor, "__name__", name))
             if any(isinstance(t, _WITHOUT_VALUES) for t in _remotes_in((args, kwargs))):
@@ -176,7 +176,7 @@ class _Remote:
         return self.__deepcopy__({}).__reduce_ex__(protocol)
 
     def _value(self) -> Tensor:
-        """Return the values, without a place in the autograd graph."""
+        """Return the values, detached."""
         if self.relay_view is not None:
             with torch.no_grad():
                 return self.relay_view(lambda remote: remote._value())
@@ -185,7 +185,7 @@ class _Remote:
         return self.relay_source.value(self.relay_name)
 
     def _tracked(self) -> Tensor:
-        """Return the values; if the parameter requires a gradient, gradients of them are sent to the stage."""
+        """Return the values. If the parameter requires a gradient, their gradients are sent to the stage."""
         if not cast(Tensor, self).requires_grad:
             return self._value()
         if self.relay_view is not None:
@@ -241,27 +241,27 @@ class _Remote:
             self._refuse_gradient("deleting it")
         if what in _HOOKS:
             raise RuntimeError(
-                f"`{what}` on {self.relay_name}, which lives on {self._where} of the pipeline: gradients are computed "
+                f"`{what}` on {self.relay_name}, which is on {self._where} of the pipeline: gradients are computed "
                 "there, so the hook would never be called. Read the parameter's .grad in on_before_optimizer_step, "
                 'which fetches it (for WandbLogger.watch pass log="parameters", and log gradients there).'
             )
         raise RuntimeError(
-            f"`{what}` on {self.relay_name}, which lives on {self._where} of the pipeline: its values are not in this "
-            "process. They can be read and copied here, but while the pipeline runs only layers and optimizers change "
-            f"them, and load_state_dict() of the model.{'' if self.relay_is_followed else f' {self.relay_advice}'}"
+            f"`{what}` on {self.relay_name}, which is on {self._where} of the pipeline: its values are not in this "
+            "process. They can be read and copied here, but while the pipeline runs, only layers, optimizers and "
+            f"load_state_dict() can change them.{'' if self.relay_is_followed else f' {self.relay_advice}'}"
         )
 
 
 class RemoteParameter(_Remote, nn.Parameter):
-    """Stands for a parameter on a worker. ``requires_grad`` can be set as well as read."""
+    """Represents a parameter on a worker. ``requires_grad`` can be read and set."""
 
 
 class RemoteBuffer(_Remote, Tensor):
-    """Stands for a buffer on a worker, or for a view of a parameter or buffer there."""
+    """Represents a buffer on a worker, or a view of a parameter or buffer on a worker."""
 
 
 class FetchedTensor(_Remote, Tensor):
-    """Values that have been fetched, valid until the stage may have changed them; read-only."""
+    """Fetched values. They are read-only, and valid until the stage may have changed them."""
 
     relay_stage: RemoteStage
     relay_version: int
@@ -307,7 +307,7 @@ def remote_buffer(name: str, buffer: Tensor, source: Source | None = None) -> Re
 
 
 class _Fetch(torch.autograd.Function):
-    """Takes fetched values of a parameter as its output, and sends their gradient to the stage of the parameter."""
+    """Returns fetched values of a parameter, and sends their gradient to the stage of the parameter."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, value: Tensor, source: Source) -> Tensor:
@@ -322,7 +322,7 @@ class _Fetch(torch.autograd.Function):
 
 
 def _without_values(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
-    """Return whether a function needs shapes and dtypes only, and its result if so."""
+    """Return whether a function needs only shapes and dtypes, and in that case its result."""
     name, remotes = func.__name__, list(_remotes_in((args, kwargs)))
     if func is torch.autograd.grad or name == "backward":
         remotes[0]._refuse(f"{name} (a backward pass)")
@@ -334,7 +334,7 @@ def _without_values(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
         return True, func(*tree_map_only(_Remote, _empty, args), **tree_map_only(_Remote, _empty, kwargs))
     try:
         result = func(*args, **kwargs)
-    except Exception:  # the values may help; if not, the error is that of the values
+    except Exception:  # the function may work with values; if not, it raises its error again
         return False, None
     tensors = tensors_in(result)
     origins = {_storage(t): t for t in remotes if isinstance(t, _WITHOUT_VALUES)}
@@ -368,7 +368,7 @@ def _view(
 
 
 def _with_values(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a function with fetched values; results that share memory with them are read-only."""
+    """Call a function with fetched values. Results that share memory with them are read-only."""
     fetched: dict[int, _Remote] = {}
     _note_use(args, kwargs)
 
@@ -392,7 +392,7 @@ def _with_values(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
 
 
 def _note_use(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Tell a stage if the driver combines one of its tensors with a tensor that is in this process."""
+    """Notify a stage if the driver combines one of its tensors with a tensor in this process."""
     given = tensors_in((args, kwargs))
     if all(isinstance(tensor, _Remote) for tensor in given):
         return
@@ -429,7 +429,7 @@ def _descriptor(func: Callable[..., Any]) -> Any:
 
 
 def _remotes_in(value: Any) -> Iterator[_Remote]:
-    """Yield stand-ins and fetched tensors among arguments; runs for each operation and is faster than pytrees."""
+    """Yield stand-ins and fetched tensors among arguments. Runs for each operation, so it avoids pytrees, for speed."""
     if isinstance(value, _Remote):
         yield value
     elif isinstance(value, list | tuple):

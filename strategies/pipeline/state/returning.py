@@ -1,6 +1,6 @@
-"""The way back of a stage: what its worker holds comes into the driver's objects, which had stand-ins meanwhile.
+"""Return a stage from its worker to the driver's objects, which had stand-ins while the pipeline ran.
 
-    worker ── capture ──▶ shelf ── one tensor after another ──▶ parameters, buffers, optimizers, attributes
+    worker ── capture ──▶ shelf ── one tensor at a time ──▶ parameters, buffers, optimizers, attributes
 
 The objects of the driver stay the same, because optimizers and users refer to them. No tensor is on the driver twice.
 """
@@ -21,11 +21,11 @@ from strategies.pipeline.state.stand_ins import move_from_meta
 
 
 class PartOfModule(NamedTuple):
-    """What the driver has of one module of a stage: of its layers, or of a copy of them.
+    """The driver's objects for one module of a stage: for its layers, or for a copy of them.
 
     Attributes:
         layers: The layers.
-        whole: The model that they are part of; another part of it may share a parameter with them.
+        whole: The model that contains them. Another part of the model may share a parameter with them.
         optimizers: Optimizers that may hold the parameters.
     """
 
@@ -42,20 +42,20 @@ def bring_back(
     mirror: Mirror | None,
     with_grads: bool,
 ) -> None:
-    """Bring back what a worker holds, even if another stage has failed.
+    """Return the state of a worker to the driver, even if another stage has failed.
 
-    Values come first. Code of layers (``get_extra_state``, pickling of objects) runs after that, so they are not lost
-    if it fails.
+    Values are fetched first. Code of layers (``get_extra_state``, pickling of objects) runs after that, so the values
+    are not lost if it fails.
 
     Args:
         remote: The stage.
-        modules: Its layers, and those of each copy of the model.
+        modules: The layers of the stage, and the same layers of each copy of the model.
         optimizers: The user's optimizers.
-        mirror: What the worker was last told of attributes; ``None`` if it has run nothing that may change them.
-        with_grads: Whether gradients come back too.
+        mirror: The attributes that were last sent to the worker; ``None`` if it has run nothing that may change them.
+        with_grads: Whether to also fetch gradients.
 
     Raises:
-        Exception: What has failed on the way; values that have come before that are here.
+        Exception: Any failure. Values that were fetched before it are on the driver.
     """
     tensors = [Part(PartKind.TENSORS, k) for k in range(len(modules))]
     states = [Part(PartKind.OPTIMIZER, k) for k in range(len(optimizers.optimizers))]

@@ -2,7 +2,7 @@
 
 checkpoint["state_dict"]["0.weight"]           shape and dtype; reading values fetches them
 checkpoint["state_dict"]["0.weight"].mul_(2)   an error, because the change would not reach the stage
-checkpoint["state_dict"]["0.weight"] = mine    the file gets this one
+checkpoint["state_dict"]["0.weight"] = mine    the file contains this tensor
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ from strategies.pipeline.state.remote_tensor import RemoteBuffer, Source
 
 @dataclass
 class _FromShelf(Source):
-    """Where the values of a :class:`ShelvedTensor` are; ``name`` is the path in the part."""
+    """The place of the values of a :class:`ShelvedTensor`. ``name`` is the path in the part."""
 
     part: ShelvedPart | None = None
 
@@ -36,11 +36,11 @@ class _FromShelf(Source):
 
 
 class ShelvedTensor(RemoteBuffer):
-    """Stands for a tensor on the shelf of a stage. Its device is the CPU, where its values are after reading."""
+    """Represents a tensor on the shelf of a stage. Its device is the CPU, the device of fetched values."""
 
     @property
     def relay_wanted(self) -> Wanted:
-        """The part of the state of the stage that has the values, and the path there."""
+        """The part of the stage's state that contains the values, and the path in this part."""
         return cast(_FromShelf, self.relay_source).wanted
 
 
@@ -62,12 +62,12 @@ def is_shelved(tensor: Tensor) -> bool:
 
 
 def values_of(tensors: Sequence[ShelvedTensor], fetch: Fetch = in_turn) -> Iterator[Tensor]:
-    """Yield the values of some tensors, in the order given; one of them is in memory if the caller keeps none."""
+    """Yield the values of tensors, in the order given. If the caller keeps none, one of them is in memory at a time."""
     return fetched_values([tensor.relay_wanted for tensor in tensors], fetch)
 
 
 def put_values(tree: Any) -> list[Tensor]:
-    """Replace the :class:`ShelvedTensor` objects in nested dicts and lists by their values; returns the values."""
+    """Replace the :class:`ShelvedTensor` objects in nested dicts and lists with their values. Returns the values."""
     shelved = list({id(leaf): leaf for leaf in tree_leaves(tree) if isinstance(leaf, ShelvedTensor)}.values())
     values = dict(zip(map(id, shelved), values_of(shelved), strict=True))
     _put(tree, values)

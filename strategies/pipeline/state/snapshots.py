@@ -1,11 +1,11 @@
-"""Snapshots of the workers of a pipeline in memory, with which new workers begin when some are lost.
+"""Snapshots of the workers of a pipeline in memory, from which new workers start when workers are lost.
 
-    number          0     3     6     9          every worker has the last two, in two places
+    number          0     3     6     9          every worker keeps the last two snapshots, in two places
     place           0     1     0     1
 
-Each worker writes its state into slots of which the driver is the holder (:mod:`strategies.pipeline.transport.slots`),
-so that the values outlive the worker. A snapshot can be used when it is complete in every worker. Number ``n + 1`` is
-written only when ``n`` is complete everywhere, and never over it.
+Each worker writes its state into slots that the driver holds (:mod:`strategies.pipeline.transport.slots`), so that the
+values outlive the worker. A snapshot can be used when it is complete in every worker. Snapshot ``n + 1`` is written
+only when snapshot ``n`` is complete in every worker, and never overwrites it.
 """
 
 from collections.abc import Sequence
@@ -22,10 +22,10 @@ def check_snapshots(*, devices: Sequence[torch.device], num_hosts: int = 1, are_
     Args:
         devices: The device of each stage.
         num_hosts: Number of hosts with stages.
-        are_replaced: Whether other workers can take over from lost ones.
+        are_replaced: Whether new workers can replace lost workers.
 
     Raises:
-        ValueError: If they cannot.
+        ValueError: If lost workers cannot be replaced.
     """
     others = [device for device in devices if device.type != "cpu"]
     reasons = {
@@ -41,11 +41,11 @@ def check_snapshots(*, devices: Sequence[torch.device], num_hosts: int = 1, are_
 
 @dataclass(frozen=True)
 class Whole:
-    """A snapshot that every worker has.
+    """A snapshot that is complete in every worker.
 
     Attributes:
-        number: Its number.
-        place: Which of the two slots has it.
+        number: The number of the snapshot.
+        place: The slot of each worker that has the snapshot, 0 or 1.
     """
 
     number: int
@@ -66,33 +66,33 @@ class Snapshots:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of memory on all processes."""
+        """The memory of all slots, in bytes."""
         return sum(slot.size_bytes for slots in self.slots for slot in slots)
 
     @property
     def is_under_way(self) -> bool:
-        """Whether some worker may still be writing the last snapshot that was ordered."""
+        """Whether a worker may still be writing the last snapshot."""
         return self._ordered is not None and self._number_at(self._ordered.place) != self._ordered.number
 
     def order(self) -> Whole:
-        """Return the number of the next snapshot, and where the workers are to write it."""
+        """Return the number of the next snapshot, and the place in which workers must write it."""
         number = 0 if self._ordered is None else self._ordered.number + 1
         last = self.last()
         self._ordered = Whole(number, 0 if last is None else 1 - last.place)
         return self._ordered
 
     def whole(self) -> list[Whole]:
-        """Return the snapshots that every worker has whole, in order."""
+        """Return the snapshots that are complete in every worker, in order."""
         found = [(self._number_at(place), place) for place in range(NUM_SLOTS)]
         whole = [Whole(number, place) for number, place in found if number is not None]
         return sorted(whole, key=lambda each: each.number)
 
     def last(self) -> Whole | None:
-        """Return the last snapshot that every worker has whole; ``None`` if there is none."""
+        """Return the last snapshot that is complete in every worker; ``None`` if there is none."""
         return next(reversed(self.whole()), None)
 
     def close(self) -> None:
-        """Release the memory; call this when no worker writes any more."""
+        """Release the memory. Call this when all workers have ended."""
         for slots in self.slots:
             for slot in slots:
                 slot.close()

@@ -1,7 +1,7 @@
-"""The state of a stage between two passes: everything that another process needs to go on with the stage.
+"""The state of a stage between two passes: everything that another process needs to continue with the stage.
 
-Every start of a worker begins with one: of the layers in the driver's process, or of a snapshot of another worker. A
-carrier brings it to the worker (:mod:`strategies.pipeline.state.carriers`).
+Every worker starts from such a state: of the layers in the driver's process, or of a snapshot of another worker. A
+carrier brings the state to the worker (:mod:`strategies.pipeline.state.carriers`).
 """
 
 from collections.abc import Sequence
@@ -24,14 +24,14 @@ class StageState:
 
     Attributes:
         layers: The layers of the stage, named as in the whole module.
-        copies: The same layers of copies of the model, such as averages, with values of their own.
+        copies: The same layers of copies of the model, such as averages, with separate values.
         optimizers: Class and attributes of each of the user's optimizers, restricted to this stage's parameters.
-        numbers: For each optimizer, the numbers that the whole optimizer gives to the parameters of this stage.
-        grads: The gradients of the layers, by the name of the parameter; parameters that are left out have none.
+        numbers: For each optimizer, the numbers of this stage's parameters in the whole optimizer.
+        grads: The gradients of the layers, by the name of the parameter. Missing parameters have no gradient.
         computed: Results of operations to which the driver refers, by number.
-        shelf: Tensors set aside for the driver, by number and flattened path.
-        random_state: That of the process; ``None`` if the new process begins with its own.
-        owners: Which replica steps a parameter, if the replicas of the stage have divided its optimizer states.
+        shelf: Tensors on the shelf for the driver, by number and flattened path.
+        random_state: The random state of the process; ``None`` if the new process starts with its own state.
+        owners: The replica that steps each parameter, if the replicas of the stage divide its optimizer states.
     """
 
     layers: StageLayers
@@ -52,11 +52,11 @@ class StageState:
         optimizers: Sequence[Optimizer] = (),
         copies: Sequence[StageLayers] = (),
     ) -> "StageState":
-        """Return the state of layers that are in this process, for a worker that has not begun.
+        """Return the state of layers in this process, for a new worker.
 
         Args:
             layers: The layers of the stage.
-            owned: Their parameters, without the stage's copies of parameters that another stage owns.
+            owned: The parameters of the stage, without its copies of parameters that another stage owns.
             optimizers: The user's optimizers, over the parameters of all stages.
             copies: The same layers of copies of the model.
         """
@@ -70,7 +70,7 @@ class StageState:
         )
 
     def place(self, device: torch.device) -> list[Optimizer]:
-        """Move everything to the device of the stage, and give the parameters their gradients.
+        """Move everything to the device of the stage, and set the gradients of the parameters.
 
         Returns:
             The optimizers.
@@ -82,7 +82,7 @@ class StageState:
             parameter.grad = None if grad is None else grad.to(device)
         optimizers = [put_together(*parts) for parts in self.optimizers]
         for optimizer in optimizers:
-            move_states(optimizer)  # they have come by way of the CPU
+            move_states(optimizer)  # they arrive on the CPU
         return optimizers
 
 
@@ -119,6 +119,6 @@ def _is_same(first: Tensor, second: Tensor) -> bool:
 
 
 def _moved(copy: StageLayers, device: torch.device) -> StageLayers:
-    """Move a copy of the layers to ``device``, unless it is on the CPU, where averages save the memory of a GPU."""
+    """Move a copy of the layers to ``device``. Averages that are on the CPU stay there, to save GPU memory."""
     tensors = (*copy.parameters(), *copy.buffers())
     return copy if all(tensor.device.type == "cpu" for tensor in tensors) else copy.to(device)

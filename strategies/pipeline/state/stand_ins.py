@@ -1,4 +1,4 @@
-"""Layers whose values live on a worker: what stays of them on the driver, and how they get their values back.
+"""Stand-ins for layers whose values are on a worker, and the return of the values.
 
 The driver keeps the module objects, so names, shapes, counts and ``requires_grad`` can be read, but the tensors in them
 are stand-ins on the ``meta`` device. Parameters keep their identity, because optimizers and users refer to them.
@@ -25,7 +25,7 @@ from strategies.pipeline.state.remote_tensor import (
 
 @contextmanager
 def without_layers(module: nn.Module, names: Iterable[str]) -> Iterator[None]:
-    """Remove the layers with these names from ``module`` while the context is active."""
+    """Context in which ``module`` does not contain the layers with these names."""
     children = dict(module._modules)
     for name in names:
         del module._modules[name]
@@ -38,7 +38,7 @@ def without_layers(module: nn.Module, names: Iterable[str]) -> Iterator[None]:
 
 @contextmanager
 def without_meta_tensors(model: nn.Module) -> Iterator[None]:
-    """Remove ``meta`` tensors from ``model`` while the context is active, so that it can be moved to another device."""
+    """Context in which ``model`` does not contain ``meta`` tensors, so that it can be moved to another device."""
     taken = []
     for module in model.modules():
         holders: list[dict[str, Any]] = [module._parameters, module._buffers]
@@ -66,15 +66,15 @@ def move_to_meta(
     module: int = 0,
     device: torch.device | None = None,
 ) -> None:
-    """Replace the tensors of ``layers`` by stand-ins, except the parameters in ``keep``.
+    """Replace the tensors of ``layers`` with stand-ins, except the parameters in ``keep``.
 
     Args:
-        layers: Some layers.
-        whole: The module that contains them; another part of it may share a parameter with them.
+        layers: The layers.
+        whole: The module that contains the layers. Another part of it may share a parameter with them.
         optimizers: Optimizers that may hold the parameters.
         keep: Parameters whose values stay in this process, compared by identity.
-        stage: Stage from which stand-ins fetch values; without it, reading values raises.
-        module: Number of the module on ``stage``: 0 for its layers, ``k`` for those of the ``k``-th copy of the model.
+        stage: Stage from which stand-ins fetch values. Without it, reading values raises an error.
+        module: Number of the module on ``stage``: 0 for its layers, ``k`` for the layers of the ``k``-th model copy.
         device: Device to which fetched values are moved.
     """
 
@@ -92,7 +92,7 @@ def move_to_meta(
 def move_from_meta(
     layers: nn.Module, whole: nn.Module, optimizers: Sequence[Optimizer], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Give ``layers`` tensors with values, by name, where they have stand-ins."""
+    """Replace the stand-ins in ``layers`` with ``tensors``, which have values, by name."""
     for name, parameter in list(layers.named_parameters()):
         if parameter.is_meta:
             value = nn.Parameter(tensors[name].detach(), requires_grad=parameter.requires_grad)
@@ -101,7 +101,7 @@ def move_from_meta(
 
 
 def without_stand_ins(model: nn.Module) -> None:
-    """Put plain tensors on the ``meta`` device in the place of stand-ins of a run that has ended."""
+    """Replace the stand-ins of a run that has ended with plain tensors on the ``meta`` device."""
     for parameter in [own for own in model.parameters() if isinstance(own, RemoteParameter)]:
         with without_torch_function():
             plain = nn.Parameter(
@@ -116,10 +116,10 @@ def without_stand_ins(model: nn.Module) -> None:
 
 
 def refuse_lost_values(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """A ``state_dict`` pre-hook of a module whose layers may have stayed on workers that have ended.
+    """Refuse ``state_dict`` of a module whose layers were lost with their workers. A ``state_dict`` pre-hook.
 
     Raises:
-        RuntimeError: If they have.
+        RuntimeError: If layers were lost.
     """
     for tensor in (*module.parameters(), *module.buffers()):
         if isinstance(tensor, RemoteParameter | RemoteBuffer) and tensor.relay_source is not None:
@@ -127,13 +127,13 @@ def refuse_lost_values(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 def replace_parameter(whole: nn.Module, optimizers: Sequence[Optimizer], old: nn.Parameter, new: nn.Parameter) -> None:
-    """Turn ``old`` into ``new``; if that is impossible, put ``new`` in place of ``old`` in modules and optimizers."""
+    """Turn ``old`` into ``new``. If this is impossible, replace ``old`` with ``new`` in modules and optimizers."""
     attributes = {name: value for name, value in vars(old).items() if not name.startswith("relay_")}
     try:
         torch.utils.swap_tensors(old, new)
         vars(old).update(attributes)
         return
-    except RuntimeError:  # a result computed from ``old``, or a weak reference to it, is alive
+    except RuntimeError:  # a result computed from ``old``, or a weak reference to it, still exists
         vars(new).update(attributes)
     for module in whole.modules():
         module._parameters.update({name: new for name, p in module._parameters.items() if p is old})
@@ -145,8 +145,8 @@ def replace_parameter(whole: nn.Module, optimizers: Sequence[Optimizer], old: nn
 
 
 def replace_buffers(layers: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Set the buffers of ``layers`` to ``tensors``, by name; a layer may have created or dropped a buffer."""
-    replaced: dict[int, tuple[Tensor, Tensor]] = {}  # old buffers stay alive, so that no id is used twice
+    """Set the buffers of ``layers`` to ``tensors``, by name. A layer may have created or removed a buffer."""
+    replaced: dict[int, tuple[Tensor, Tensor]] = {}  # keeps old buffers alive, so that no id is used twice
     for prefix, module in layers.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
             new = tensors.get(f"{prefix}.{name}" if prefix else name)

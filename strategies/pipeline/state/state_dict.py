@@ -1,4 +1,4 @@
-"""``state_dict`` and ``load_state_dict`` of a module whose layers live in several processes."""
+"""``state_dict`` and ``load_state_dict`` of a module whose layers are in several processes."""
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ class StateOfStages:
 
     Args:
         module: The whole module.
-        stages: Its parts.
+        stages: The parts of the module.
         remotes: The stage on a worker for each part; ``None``, or a missing entry, means this process.
         number: Number of the module on the stages: 0 for the model, ``k`` for its ``k``-th copy.
     """
@@ -52,12 +52,12 @@ class StateOfStages:
             handle.remove()
 
     def whole(self) -> nn.Module:
-        """Return the module as in one process: the layers of this stage, and copies of those of all others."""
+        """Return the module as in one process: the layers of this stage, and copies of the layers of remote stages."""
         module, last = self._module, self._stages[-1]
         here: list[Any] = [*last.modules(), *(p for p in module.parameters() if not p.is_meta)]
         memo: dict[int, Any] = {id(own): own for own in here}
         whole = copy(module)
-        for name in ("forward", "load_state_dict"):  # which the pipeline has set
+        for name in ("forward", "load_state_dict"):  # set by the pipeline
             vars(whole).pop(name, None)
         hooks = [dict(hooks) for hooks in state_dict_hooks(module)]
         for own, handle in zip(hooks, self._handles, strict=True):
@@ -82,7 +82,7 @@ class StateOfStages:
 
     @contextmanager
     def staying_here(self) -> Iterator[None]:
-        """While active, loading a state dict sends nothing to other stages."""
+        """Context in which loading a state dict sends nothing to remote stages."""
         self._scatters = False
         try:
             yield
@@ -91,7 +91,7 @@ class StateOfStages:
 
     @contextmanager
     def reading_late(self) -> Iterator[None]:
-        """While active, values of other stages in a state dict are fetched when they are read."""
+        """Context in which a state dict fetches values of remote stages when they are read."""
         self._reads_late = True
         try:
             yield
@@ -99,10 +99,10 @@ class StateOfStages:
             self._reads_late = False
 
     def _gather(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        """Replace entries for layers on workers by the workers' entries, stage by stage; tied parameters stay tied.
+        """Replace entries for layers on workers with the workers' entries, stage by stage. Tied parameters stay tied.
 
-        Entries are taken over as the worker gives them, since a layer may have created or dropped a buffer; parameters
-        must be complete.
+        Takes all entries that a worker returns, since a layer may have created or removed a buffer. Parameters must be
+        complete.
         """
         here = {name: state.pop(name) for name in list(state) if name.startswith(prefix)}
         for i, layers in enumerate(self._stages):
@@ -126,7 +126,7 @@ class StateOfStages:
                 state[prefix + name] = state[prefix + first.setdefault(parameter, name)]
 
     def _given(self, i: int, remote: RemoteStage, wanted: Sequence[str]) -> dict[str, Any]:
-        """Return the entries that stage ``i`` gives for its layers.
+        """Return the entries of stage ``i`` for its layers.
 
         Raises:
             RuntimeError: If a wanted entry is missing, or an entry belongs to other layers.
@@ -137,8 +137,8 @@ class StateOfStages:
         foreign = [name for name in given if name.partition(".")[0] not in self._stages[i]._modules]
         if missing or foreign:
             raise RuntimeError(
-                f"{remote.description} gave a state that is not that of its layers: missing {missing}, "
-                f"unexpected {foreign}. No checkpoint can be made of it."
+                f"{remote.description} returned a state that does not match its layers: missing {missing}, "
+                f"unexpected {foreign}. It cannot be saved in a checkpoint."
             )
         return dict(shelved_tensors(part) if self._reads_late else part.values())
 
@@ -148,7 +148,7 @@ class StateOfStages:
             return
         named = dict(module.named_parameters(remove_duplicate=False))
         last = {parameter: name for name, parameter in named.items() if prefix + name in state}
-        for name, parameter in named.items():  # as in one process, the last value of a tied parameter stays
+        for name, parameter in named.items():  # as in one process, the last value of a tied parameter counts
             if prefix + name in state:
                 state[prefix + name] = state[prefix + last[parameter]]
         for layers, remote in zip(self._stages, self._remotes, strict=True):

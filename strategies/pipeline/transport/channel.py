@@ -1,21 +1,21 @@
 """One direction of the data plane between two processes: nested values, sent as point-to-point messages.
 
-A value is a tensor, or tuples, lists and dicts of tensors and other objects. The sender sends it as
+A value is a tensor, or a nesting of tuples, lists and dicts of tensors and other objects. The sender sends it as
 
     header   int64[4]: kind of the message, pass, micro-batch, size of the layout in bytes
     tensors  in the same message as the header if they are small together, otherwise one message each after the
              layout; an empty tensor is not sent
     layout   uint8[size]: nesting, shapes, dtypes, objects that are not tensors; only if the receiver lacks it
 
-Headers have one tag and what follows them has another one, so that the receives of the next headers can be posted in
+Headers have one tag and all other messages have another tag, so that the receives of the next headers can be posted in
 advance.
 
 The sender numbers layouts and both sides keep them, so each layout is sent once. Sends are asynchronous, because
 gloo's send waits until the peer has posted its receive, which would make two stages run in lock-step. The sender keeps
 a reference to each message until the message has arrived.
 
-For a value of few small tensors, most of the time is that of Python and of operators on tensors. Both sides therefore
-keep, with each layout, the views of their messages that the tensors are copied to or from.
+For a value with few small tensors, Python and tensor operators take most of the time. Both sides therefore keep, with
+each layout, the views of their messages to which or from which the tensors are copied.
 """
 
 import math
@@ -62,31 +62,31 @@ _FAILED = -1
 number of a layout."""
 
 _NOTHING = -2
-"""In place of the kind of a header: nothing has arrived in this buffer yet."""
+"""Marks a buffer in which no header has arrived yet, in place of the kind of a header."""
 
 _HEADER, _KIND = struct.Struct("=4q"), struct.Struct("=q")
 
 SMALL_BYTES = 2**18
-"""Maximum size of all tensors of a value that are sent in the message of its header. A tensor in a message of its own
-takes one more round trip, because the receiver posts a buffer for it after it has received the layout. The buffer for
-the header's message is posted in advance, and may be larger than that message."""
+"""Maximum total size of tensors that are sent in the message of their header. A tensor in a separate message takes one
+more round trip, because the receiver posts a buffer for it after it has received the layout. The buffer for the
+header's message is posted in advance, and may be larger than the message."""
 
 _ALIGNMENT = 16
 """Tensors in a message start at multiples of this number of bytes, the size of the largest dtype."""
 
 _NUM_POSTED = 8
-"""How many receives of headers are posted. For a message without a posted receive, the event loops of both processes
-exchange notes before it is sent."""
+"""Number of posted receives of headers. For a message without a posted receive, the event loops of both processes must
+first exchange notifications."""
 
 _MAX_LOOKS = 16
-"""How often a receiver looks whether a message has arrived before it sleeps until then: for about 25 microseconds, no
-longer than the operating system takes to wake a thread that sleeps."""
+"""How often a receiver polls for a message before it sleeps: for about 25 microseconds, which is no longer than the
+operating system takes to wake a sleeping thread."""
 
 _FREE_BYTES = 2**21
-"""Values under way of this total size need no other bound; also the size of sent messages that are kept for reuse."""
+"""Total size below which values in transit need no other bound; also of the sent messages that are kept for reuse."""
 
 MAX_UNDER_WAY = 64
-"""Maximum number of values under way whose tensors have been copied, and for whose arrival nobody has to wait."""
+"""Maximum number of values in transit whose tensors have been copied, so that no thread must wait for their arrival."""
 
 NO_LIMIT = timedelta(days=365)
 """Time-out of a stage that waits for its next order or for its values; gloo cannot wait without a time-out."""
@@ -100,11 +100,11 @@ _let_others_run: Callable[[], None] = getattr(os, "sched_yield", partial(time.sl
 
 
 _VALUES = frozenset([type(None), bool, int, str, bytes])
-"""Types of which two objects are interchangeable if they are equal and both of that very type."""
+"""Types whose objects are interchangeable if they are equal and have exactly the same type."""
 
 
 class _Unusual(Exception):
-    """A value has parts that only its pickled layout describes."""
+    """Raised if a value has parts that only its pickled layout describes."""
 
 
 def _structure(value: Any, tensors: list[Tensor]) -> tuple[Any, ...]:
@@ -175,7 +175,7 @@ def unrecorded(function: Callable[Arguments, Result], *args: Arguments.args, **k
 
 
 class Layout:
-    """A layout, and where its tensors stand in the message of the header.
+    """A layout, and the offsets of its tensors in the message of the header.
 
     Args:
         tree: A value with a :class:`TensorLayout` in place of each tensor.
@@ -193,7 +193,7 @@ class Layout:
         """Size of the message of the header."""
         self.total_bytes = end
         self.has_gradients = any(tensor.requires_grad for tensor in self.tensors)
-        """Whether the receiver sends gradients back."""
+        """Whether the receiver returns gradients."""
 
     def places(self, message: Tensor) -> list[Tensor]:
         """Return the tensors of a value as views of the message of its header, if they are small."""
@@ -241,7 +241,7 @@ class _Message:
     """Memory for a header and for tensors behind it."""
 
     def __init__(self, size_bytes: int) -> None:
-        with torch.inference_mode(False):  # it is used again, perhaps in another mode
+        with torch.inference_mode(False):  # the memory is reused, perhaps in another mode
             self.tensor = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
         self._bytes = self.tensor.numpy().data
         self.views: dict[Layout, list[Tensor]] = {}
@@ -278,7 +278,7 @@ class _Message:
 
 @dataclass(frozen=True)
 class _Numbered:
-    """A layout that the receiver knows by a number, and memory of messages that have arrived, for the next ones."""
+    """A layout that the receiver knows by a number, and the memory of arrived messages, for reuse."""
 
     number: int
     layout: Layout
@@ -287,7 +287,7 @@ class _Numbered:
 
 @dataclass(frozen=True)
 class Sent:
-    """A value under way: its sends, the memory that gloo reads, and its layout if its message may be used again."""
+    """A value in transit: its sends, the memory that gloo reads, and its layout if its message may be reused."""
 
     works: list[Work]
     message: _Message
@@ -301,7 +301,7 @@ class Sender:
     Args:
         group: A process group for point-to-point messages of CPU tensors.
         peer: The receiver's rank in ``group``.
-        tag: Distinguishes the channel from others between the same two processes. It uses ``tag`` and ``tag + 1``.
+        tag: Distinguishes channels between the same two processes. A channel uses ``tag`` and ``tag + 1``.
         wait: Runs a function that blocks until values have arrived.
     """
 
@@ -323,12 +323,12 @@ class Sender:
             value: What to send.
             pass_number: Identifies the pass; the receiver checks it.
             microbatch: Identifies the micro-batch; the receiver checks it.
-            keep: Maximum number of values that have not arrived; beyond it, wait for the oldest, as :meth:`flush` does.
-                ``None``: no maximum, until :meth:`flush`. (gloo reports an arrival only to a caller that waits for it,
-                so the sender cannot poll.)
+            keep: Maximum number of values that have not arrived. Beyond it, wait for the oldest value, as :meth:`flush`
+                does. ``None`` for no maximum, until :meth:`flush`. (gloo reports an arrival only to a caller that waits
+                for it, so the sender cannot poll.)
 
         Returns:
-            Whether a tensor requires a gradient, which the receiver sends back.
+            Whether a tensor requires a gradient, which the receiver will return.
         """
         known, tensors, description = self._look_up(value)
         layout, post, peer, tag = known.layout, self._post, self._peer, self._tag
@@ -349,7 +349,7 @@ class Sender:
         return layout.has_gradients
 
     def fail(self) -> None:
-        """Tell the receiver, if its process still runs, that this process has failed, so that it stops waiting."""
+        """Notify the receiver, if its process still runs, that this process has failed, so that it stops waiting."""
         self._has_failed = True
         message = _Message(_HEADER.size)
         message.write_header(_FAILED, 0, 0, 0)
@@ -357,14 +357,14 @@ class Sender:
             self._under_way.append(Sent([unrecorded(self._post, [message.tensor], self._peer, self._tag)], message))
 
     def release(self, keep: int = 0) -> None:
-        """Drop references to sent values but the last ``keep``, when a later message has shown that they arrived."""
+        """Drop references to all sent values but the last ``keep``. Call this when they are known to have arrived."""
         self._wait_until(keep)
 
     def flush(self, keep: int = 0) -> None:
-        """Wait until the caller may change the tensors of all values but the last ``keep``, whose memory is bounded so.
+        """Wait until the caller may change the tensors of all values but the last ``keep``. This bounds their memory.
 
-        Small tensors have been copied, so they may be changed at once, and a wait would only cost time. After
-        :meth:`fail`, return at once: a receiver may never receive values that were sent before a failure.
+        Small tensors have been copied, so the caller may change them immediately, without a wait. After :meth:`fail`,
+        return immediately: the receiver may never receive values that were sent before a failure.
         """
         if len(self._under_way) <= keep or self._has_failed:
             return
@@ -413,7 +413,7 @@ class Sender:
         if known is not None:
             return known, tensors, b""
         if len(self._known) == _MAX_LAYOUTS:
-            self._known.clear()  # the receiver overwrites its layouts as new ones arrive
+            self._known.clear()  # the receiver overwrites its layouts when new layouts arrive
             self._free_bytes = 0
         tree = _described(value, [tensor.requires_grad for tensor in tensors])
         known = self._known[key] = _Numbered(len(self._known), Layout(tree, self.small_bytes), [])
@@ -421,14 +421,14 @@ class Sender:
 
 
 def as_message(description: bytes) -> Tensor:
-    """Return the tensor as which a layout is sent."""
+    """Return a layout as the tensor that is sent."""
     return torch.frombuffer(bytearray(description), dtype=torch.uint8)
 
 
 def _in_order(tensor: Tensor) -> Tensor:
-    """Return the elements of a tensor as gloo sends them: one after another, on the CPU.
+    """Return the elements of a tensor contiguously on the CPU, as gloo sends them.
 
-    A GPU copies to pinned memory at full speed, and torch keeps such memory for the next value.
+    A GPU copies to pinned memory at full speed, and torch caches such memory for the next value.
     """
     tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if tensor.device.type != "cuda":
@@ -440,12 +440,12 @@ class Arriving(Protocol):
     """A value whose receive has begun."""
 
     def value(self) -> Any:
-        """Return the value, for computation that waits until it has arrived."""
+        """Return the value. The computation that uses it waits until it has arrived."""
 
 
 @dataclass(frozen=True)
 class Arrived:
-    """A value that is here.
+    """A value that has arrived.
 
     Attributes:
         known: The value.
@@ -466,7 +466,7 @@ class Receiver:
         device: Device of the received tensors.
         tag: The sender's tag.
         wait: Runs a function that blocks until a header has arrived.
-        timeout: How long to wait for a header; by default the group's time-out.
+        timeout: Time limit of the wait for a header; by default the group's time-out.
     """
 
     small_bytes = SMALL_BYTES
@@ -492,13 +492,13 @@ class Receiver:
         self._num_looks = _MAX_LOOKS
 
     def post(self) -> None:
-        """Post the receives of the next headers that have not been posted yet."""
+        """Post missing receives of the next headers."""
         while len(self._posted) < _NUM_POSTED:
             message = self._free.pop() if self._free else _Message(_HEADER.size + self.small_bytes)
             message.clear()
             try:
                 work = unrecorded(self._recv, [message.tensor], self._peer, self._tag)
-            except RuntimeError:  # the peer's process has ended, but what it has sent before may have arrived
+            except RuntimeError:  # the peer's process has ended, but its last messages may have arrived
                 if not self._posted:
                     raise
                 self._free.append(message)
@@ -506,7 +506,7 @@ class Receiver:
             self._posted.append((message, work))
 
     def begin(self, pass_number: int, microbatch: int) -> Arriving:
-        """Begin to receive the next value, which must have the given pass and micro-batch; here: wait for it.
+        """Begin to receive the next value, which must have the given pass and micro-batch. This class waits for it.
 
         For the errors see :meth:`receive`.
         """
@@ -547,13 +547,13 @@ class Receiver:
         return any(message.has_begun and message.header()[0] == _FAILED for message, _ in list(self._posted))
 
     def _next_header(self) -> tuple[int, ...]:
-        """Return the next header, which stays the next one until the caller has received the value that follows it."""
+        """Return the next header. It stays the next header until the caller has received its value."""
         if self._header is None:
             self.post()
             message, work = self._posted[0]
             try:
                 if message.has_begun or self._begins_soon(message):
-                    work.wait(self._header_timeout)  # returns at once, for gloo is writing the rest
+                    work.wait(self._header_timeout)  # returns immediately, since gloo is writing the rest
                 else:
                     self._wait(partial(work.wait, self._header_timeout))
             except RuntimeError as error:
@@ -566,7 +566,7 @@ class Receiver:
         return self._header
 
     def _begins_soon(self, message: _Message) -> bool:
-        """Look for a short time whether a message arrives, the longer the more often that was worth it."""
+        """Poll for a message for a short time, which is longer if polling has often succeeded before."""
         for _ in range(self._num_looks):
             _let_others_run()
             if message.has_begun:
@@ -592,7 +592,7 @@ class Receiver:
         return [place.clone() if self._device.type == "cpu" else place.to(self._device) for place in places]
 
     def _received(self, layout: Layout) -> list[Tensor]:
-        """Receive the tensors, each of which has a message of its own."""
+        """Receive the tensors, each in a separate message."""
         pins = self._device.type == "cuda"
         tensors = [
             torch.empty(described.shape, dtype=described.dtype, device="cpu", pin_memory=pins)

@@ -1,4 +1,4 @@
-"""The device plane: payloads travel from device to device, headers and layouts over gloo.
+"""The device plane sends payloads from device to device, and headers and layouts over gloo.
 
     compute stream of stage 0     ── F0 ──┬── F1 ──┬──
                                        event    event             a send waits for the action that computes its value
@@ -6,11 +6,12 @@
                                              ├event  ├event       an action waits for the receive of its input
     compute stream of stage 1                └▶ F0 ──└▶ F1 ──
 
-What is here is the same for all kinds of devices: which values travel, when they are posted, and what waits for what.
-The primitive operations are those of a :class:`Link`, over NCCL (:mod:`.nccl`) or simulated (:mod:`.simulated`).
+This module is the same for all kinds of devices: which values are sent, when they are posted, and which operation waits
+for which transfer. A :class:`Link` implements the primitive operations, over NCCL (:mod:`.nccl`) or simulated
+(:mod:`.simulated`).
 
-A link buffers nothing: a send may wait until its receive runs. So the values of a pass are posted in the order of
-:func:`~strategies.pipeline.schedule.posting.posting_order`, and tied parameters in one order of all processes.
+A link does not buffer: a send may wait until its receive runs. So the values of a pass are posted in the order of
+:func:`~strategies.pipeline.schedule.posting.posting_order`, and tied parameters in one order for all processes.
 """
 
 import threading
@@ -43,14 +44,14 @@ from strategies.pipeline.transport.channel import (
 from strategies.pipeline.transport.ties import GRADIENT_TAG, VALUE_TAG, Tie, pairs_of
 
 _ABORT_SECONDS, _ABORT_SECONDS_AFTER_FAILURE = 10.0, 1.0
-"""How long :meth:`Links.close` waits for communicators to be aborted. The user waits for an error meanwhile."""
+"""How long :meth:`Links.close` waits for aborts of communicators. Meanwhile, the user waits for an error message."""
 
 
 class Transfer(Protocol):
-    """Tensors that are being sent between two devices; it keeps their memory alive."""
+    """A transfer of tensors between two devices. It keeps the memory of the tensors alive."""
 
     def wait(self) -> None:
-        """Let what this thread computes from now on wait until the transfer has run."""
+        """Make later computation of this thread wait until the transfer has run."""
 
     def synchronize(self) -> None:
         """Block until the transfer has run."""
@@ -64,13 +65,13 @@ class Link(Protocol):
     """One direction between the devices of two processes. Transfers run in the order in which they are posted."""
 
     def send(self, tensors: Sequence[Tensor]) -> Transfer:
-        """Post sends of tensors, which are contiguous and on the device; their computation may still run."""
+        """Post sends of tensors that are contiguous and on the device. Their computation may still be running."""
 
     def receive(self, layouts: Sequence[TensorLayout]) -> tuple[list[Tensor], Transfer]:
         """Post the receives of new tensors, which may be used after :meth:`Transfer.wait`."""
 
     def abort(self) -> None:
-        """End transfers that have not run. This may block, and may wait for a transfer of another link."""
+        """End transfers that have not run. This may block, also because of a transfer of another link."""
 
 
 class Route(NamedTuple):
@@ -82,22 +83,22 @@ class Route(NamedTuple):
 
 
 class Links:
-    """The links of one process, which are opened one after another and aborted all at once.
+    """The links of one process. They are opened one after another, and aborted together.
 
     An abort of a link may block: ncclCommAbort waits for the device, on which the transfer of another link may spin. So
-    each link is aborted on a thread of its own, and nobody waits for these threads but :meth:`close`.
+    each link is aborted on a separate thread, and only :meth:`close` waits for these threads.
     """
 
     def __init__(self) -> None:
         self.links: dict[Route, Link] = {}
         self.has_failed_peer: Callable[[], bool] = lambda: False
-        """Returns whether a process that sends to this one has failed; a wait for a transfer ends then."""
+        """Returns whether a process that sends to this process has failed. A wait for a transfer then ends."""
         self._lock = threading.Lock()
         self._is_aborted = False
         self._aborts: list[threading.Thread] = []
 
     def add(self, route: Route, link: Link) -> None:
-        """Add a link that is about to be connected.
+        """Add a link that will be connected next.
 
         Raises:
             PeerFailed: If the links have been aborted.
@@ -109,11 +110,11 @@ class Links:
         raise given_up()
 
     def is_given_up(self) -> bool:
-        """Return whether no transfer is waited for any more, because a process has failed."""
+        """Return whether waits for transfers have been abandoned, because a process has failed."""
         return self._is_aborted or self.has_failed_peer()
 
     def abort(self) -> None:
-        """End transfers that have not run, and all waits for them; called on any thread. Returns at once."""
+        """End transfers that have not run, and all waits for them. Any thread may call this. Returns immediately."""
         with self._lock:
             if self._is_aborted:
                 return
@@ -122,7 +123,7 @@ class Links:
                 self._start_abort(link)
 
     def abort_late(self, link: Link) -> None:
-        """Abort a link once more, which may have had no communicator yet when all links were aborted."""
+        """Abort a link again, because it may not have had a communicator when all links were aborted."""
         with self._lock:
             self._start_abort(link)
 
@@ -132,7 +133,7 @@ class Links:
         self._aborts.append(thread)
 
     def close(self) -> None:
-        """Give back communicators and threads. An abort that still blocks after some seconds is left to itself."""
+        """Release communicators and threads. Does not wait for an abort that still blocks after some seconds."""
         seconds = _ABORT_SECONDS_AFTER_FAILURE if self._is_aborted else _ABORT_SECONDS
         self.abort()
         deadline = time.monotonic() + seconds
@@ -145,16 +146,16 @@ class Links:
 
 def given_up() -> PeerFailed:
     """Return the error of a wait for a transfer that will not run."""
-    return PeerFailed("a transfer has been given up, because a process of the pipeline failed")
+    return PeerFailed("a transfer has been abandoned, because a process of the pipeline failed")
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Return the bytes of a contiguous tensor, on the same memory: NCCL lacks some dtypes."""
+    """Return the bytes of a contiguous tensor, without a copy, because NCCL lacks some dtypes."""
     return tensor.detach().view(-1).view(torch.uint8)
 
 
 def _abort(link: Link) -> None:
-    with suppress(RuntimeError):  # the communicator reports the failure again that it is aborted for
+    with suppress(RuntimeError):  # the communicator reports again the failure for which it is aborted
         link.abort()
 
 
@@ -167,7 +168,7 @@ def routes_of(rank_of: Sequence[int], ties: Iterable[Tie]) -> list[Route]:
     """Return the routes of all payloads, in the order in which all processes create their communicators.
 
     Args:
-        rank_of: The process of each chunk; the last one is the driver's.
+        rank_of: The process of each chunk. The last rank is the driver's.
         ties: All ties of the pipeline.
     """
     driver = rank_of[-1]
@@ -184,7 +185,7 @@ def routes_of(rank_of: Sequence[int], ties: Iterable[Tie]) -> list[Route]:
 
 @dataclass(frozen=True)
 class _SentByDevice(Sent):
-    """A value under way whose tensors have a transfer of their own."""
+    """A value in transit whose tensors have a separate transfer."""
 
     transfer: Transfer | None = None
 
@@ -224,9 +225,9 @@ class DeviceSender(Sender):
         return known.layout.has_gradients
 
     def flush(self, keep: int = 0) -> None:
-        """Have later computation wait for the transfers of all values except the last ``keep``.
+        """Make later computation wait for the transfers of all values except the last ``keep``.
 
-        With ``keep``, block until they have run, which bounds the memory of values that have been posted.
+        With ``keep``, block until the transfers have run, which bounds the memory of posted values.
         """
         if len(self._under_way) <= keep or self._has_failed:
             return
@@ -239,9 +240,9 @@ class DeviceSender(Sender):
                 self._under_way[place] = replace(sent, transfer=None)
 
     def release(self, keep: int = 0) -> None:
-        """Drop values whose transfers have run, except the last ``keep`` values, and do not wait for the others.
+        """Drop values whose transfers have run, except the last ``keep`` values, without waiting for any transfer.
 
-        A later message shows that the headers have arrived; what the devices compute and transfer may still be queued.
+        A later message shows that the headers have arrived, but work of the devices may still be queued.
         """
         self.let_go()
         while len(self._under_way) > keep:
@@ -251,11 +252,11 @@ class DeviceSender(Sender):
             self._wait_for_oldest()
 
     def let_go(self) -> None:
-        """Drop the tensors of values whose transfers have run, without waiting for others."""
+        """Drop the tensors of values whose transfers have run, without waiting for any transfer."""
         for place, sent in enumerate(self._under_way):
             if isinstance(sent, _SentByDevice) and sent.transfer is not None:
                 if not sent.transfer.is_over:
-                    return  # neither have those after it
+                    return  # later transfers have not run either
                 sent.transfer.wait()
                 self._under_way[place] = replace(sent, transfer=None)
 
@@ -266,7 +267,7 @@ class DeviceSender(Sender):
         super()._wait_for_oldest()
 
     def _contiguous(self, tensor: Tensor) -> Tensor:
-        """Return the values of a tensor one after another on the device of this process.
+        """Return a contiguous tensor on the device of this process.
 
         Raises:
             ValueError: If the tensor is on another device, or has no values.
@@ -317,7 +318,7 @@ class DeviceReceiver(Receiver):
     def begin(self, pass_number: int, microbatch: int) -> Arriving:
         """Wait for the header of the next value, and post the receives of its tensors.
 
-        What is computed after :meth:`Arriving.value` waits until they have arrived. For the errors see
+        Computation after :meth:`Arriving.value` waits until they have arrived. For the errors see
         :meth:`Receiver.receive`.
         """
         layout = self._next_layout(pass_number, microbatch)
@@ -339,7 +340,7 @@ class DeviceReceiver(Receiver):
 
 
 class DeviceTransport:
-    """Payloads travel from device to device.
+    """Sends payloads from device to device.
 
     Args:
         group: The data plane, for headers and layouts.

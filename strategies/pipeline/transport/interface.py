@@ -1,10 +1,10 @@
-"""What carries values between the processes of a pipeline: one transport in each process.
+"""The interface of transports, which carry values between the processes of a pipeline. Each process has one transport.
 
-headers, layouts    gloo, under every transport: the CPU can wait for them, and they can report a failure
+headers, layouts    gloo, with every transport: the CPU can wait for them, and they can report a failure
 payloads            host plane: gloo, through the memory of the hosts        (HostTransport)
                     device plane: from device to device                      (device.py)
 
-Between RPC workers that the user has started there is no gloo: everything travels in calls of RPC (rpc.py).
+RPC workers that the user started have no gloo connections: RPC calls carry all values (rpc.py).
 """
 
 from typing import Any, Protocol
@@ -20,7 +20,7 @@ class OutChannel(Protocol):
     """Sends values to one peer; see :class:`~strategies.pipeline.transport.channel.Sender`."""
 
     def send(self, value: Any, pass_number: int, microbatch: int, *, keep: int | None = None) -> bool:
-        """Send a value; return whether a tensor of it requires a gradient, which the receiver sends back."""
+        """Send a value. Returns whether a tensor of it requires a gradient, which the receiver will return."""
 
     def release(self, keep: int = 0) -> None:
         """Drop references to sent values but the last ``keep``."""
@@ -43,7 +43,7 @@ class Transport(Protocol):
     """One process's part of the data plane. It opens channels, each of which has one direction and a tag.
 
     Attributes:
-        is_ordered: Whether sends and receives run in the order in which they are posted, so that all processes have to
+        is_ordered: Whether sends and receives run in the order in which they are posted, so that all processes must
             post them in one order; see :mod:`strategies.pipeline.schedule.posting`.
     """
 
@@ -56,24 +56,24 @@ class Transport(Protocol):
         """Open a channel from a rank."""
 
     def fail(self) -> None:
-        """Report to every process that receives from this one that this one has failed, so that none waits for it."""
+        """Report the failure of this process to every process that receives from it, so that none waits for it."""
 
     def abort(self) -> None:
-        """End all waits for devices, after a failure of any process; called on any thread."""
+        """End all waits for devices after a failure of any process. Any thread may call this."""
 
     def let_go(self) -> None:
-        """Drop tensors that have been sent, without waiting for those that have not."""
+        """Drop tensors that have been sent, without waiting for any send."""
 
     def close(self) -> None:
-        """Release what the channels hold, whether or not values are being sent."""
+        """Release the resources of the channels, even if values are being sent."""
 
 
 class HostTransport:
-    """Payloads travel over gloo, through the memory of the hosts.
+    """Sends payloads over gloo, through host memory.
 
     Args:
         group: The data plane.
-        device: Where received tensors are put.
+        device: The device of received tensors.
         wait: Runs a function that blocks until values have arrived.
     """
 
@@ -95,10 +95,10 @@ class HostTransport:
             sender.fail()
 
     def abort(self) -> None:
-        """Do nothing: this process waits for messages, and those waits end by themselves."""
+        """Do nothing: this process waits for messages only, and these waits end without an abort."""
 
     def let_go(self) -> None:
-        """Do nothing: gloo tells only those who wait, so what has been sent is kept until the next pass."""
+        """Do nothing: gloo reports an arrival only to a caller that waits, so values are kept until the next pass."""
 
     def close(self) -> None:
         self._senders.clear()

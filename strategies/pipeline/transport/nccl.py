@@ -1,9 +1,9 @@
 """Links between GPUs: one NCCL communicator and stream for each direction of each edge.
 
-No part of this module has run on a GPU yet; ``docs/gpu.md`` says how to run it and what to expect.
+No part of this module has run on a GPU yet. ``docs/gpu.md`` says how to run it and what to expect.
 
-The communicators are created, and used once, when the pipeline starts: in one order in all processes, because the two
-processes of a communicator wait for each other then.
+The communicators are created, and used once, when the pipeline starts. All processes use the same order, because the
+two processes of a communicator wait for each other.
 """
 
 import time
@@ -22,23 +22,23 @@ _LOOK_SECONDS = 5e-5
 """How often a blocked process checks whether a transfer has run. A wait within CUDA could not be interrupted."""
 
 COMMUNICATOR_BYTES = 12 * 2**20
-"""The least memory of a GPU that a communicator of two ranks takes, halved between a sender and a receiver.
+"""Minimum GPU memory of a communicator of two ranks: the mean of sender and receiver.
 
 NCCL connects two ranks with at least two channels for sends and receives (up to 32 over NVLink). In each of them, the
 receiver has a buffer for each protocol: 4 MiB (``NCCL_BUFFSIZE``), 4.7 MiB and 0.5 MiB, rounded up to 10 MiB, and the
-sender has 2 MiB; or 6 MiB each, where receivers read from senders (NCCL 2.30: ``transport/p2p.cc``, ``graph/paths.cc``;
-allocations of these sizes are in NVIDIA/nccl#1685). Each route from a process comes with one to it, so both count the
-same on average.
+sender has 2 MiB; or 6 MiB each, if receivers read from senders (NCCL 2.30: ``transport/p2p.cc``, ``graph/paths.cc``;
+allocations of these sizes are in NVIDIA/nccl#1685). A process has as many routes to it as from it, so the mean of both
+is correct.
 """
 
 
 class NcclTransfer:
-    """Tensors on their way between two GPUs.
+    """A transfer of tensors between two GPUs.
 
     Args:
         works: The sends or receives.
-        tensors: What they read or write.
-        are_new: Whether they are new tensors, made on the stream of the link.
+        tensors: The tensors that they read or write.
+        are_new: Whether the tensors are new, allocated on the stream of the link.
         given_up: Returns whether the links of this process have been aborted, or another process has failed.
     """
 
@@ -49,9 +49,9 @@ class NcclTransfer:
 
     def wait(self) -> None:
         for work in self._works:
-            work.wait()  # lets the current stream wait, not the CPU
+            work.wait()  # makes the current stream wait, not the CPU
         if self._are_new:
-            for tensor in self._tensors:  # whose memory must not be used again by the link before this stream is done
+            for tensor in self._tensors:  # the link must not reuse their memory before this stream is done
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
     def synchronize(self) -> None:
@@ -80,7 +80,7 @@ class NcclLink:
     def __init__(self, backend: Any, peer: int, device: torch.device, given_up: Callable[[], bool]) -> None:
         self._backend, self._peer, self._device, self._given_up = backend, peer, device, given_up
         self._stream = torch.cuda.Stream(device)
-        """Where memory for received tensors is taken, so that receives do not wait for what the GPU computes."""
+        """The stream on which received tensors are allocated, so that receives do not wait for computation."""
 
     def send(self, tensors: Sequence[Tensor]) -> Transfer:
         works = [self._backend.send([bytes_of(tensor)], self._peer, 0) for tensor in tensors]
@@ -97,11 +97,11 @@ class NcclLink:
 
 
 class NcclLinks(Links):
-    """The links of a process with a GPU of its own. Complete after :meth:`connect`.
+    """The links of a process that has its own GPU. Complete after :meth:`connect`.
 
     Args:
-        rank: This process.
-        device: Its device.
+        rank: The rank of this process.
+        device: The device of this process.
     """
 
     def __init__(self, rank: int, device: torch.device) -> None:
@@ -113,10 +113,10 @@ class NcclLinks(Links):
 
         Args:
             routes: The routes of the pipeline.
-            store: Where the processes meet.
+            store: The store through which the processes connect.
 
         Raises:
-            PeerFailed: If the links are aborted meanwhile.
+            PeerFailed: If the links are aborted while they connect.
         """
         with torch.cuda.device(self._device):
             for number, route in enumerate(routes):

@@ -1,10 +1,10 @@
-"""Which way payloads take: through the memory of the hosts, or from device to device.
+"""The choice of the data plane: payloads go through host memory, or from device to device.
 
 | name | payloads | for |
 |---|---|---|
-| ``gloo``, ``auto`` | through host memory | CPUs and GPUs, also those that several stages share |
-| ``nccl`` | from GPU to GPU | pipelines whose stages have a GPU each, if the user asks for it |
-| ``simulated`` | as under ``nccl``, on CPUs | tests: misuse of tensors that are under way is an error |
+| ``gloo``, ``auto`` | through host memory | CPUs and GPUs, including GPUs that several stages share |
+| ``nccl`` | from GPU to GPU | pipelines with one GPU per stage, if the user requests it |
+| ``simulated`` | as under ``nccl``, on CPUs | tests: misuse of tensors in transit is an error |
 | ``simulated-serial`` | the same, one transfer or action at a time | tests: the worst case of streams |
 """
 
@@ -26,7 +26,7 @@ PLANES = (AUTO, GLOO, NCCL, SIMULATED, SERIAL)
 
 
 def with_index(device: torch.device) -> torch.device:
-    """Return the device that ``torch.device("cuda")`` stands for in this process; another device as it is."""
+    """Return the device that ``torch.device("cuda")`` means in this process; return any other device unchanged."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
@@ -36,10 +36,10 @@ def chosen_plane(plane: str, devices: Sequence[torch.device], hosts: Sequence[Ha
     """Return the data plane for the stages of a pipeline.
 
     Args:
-        plane: The name of a plane. ``"auto"`` is ``"gloo"``, on GPUs too: ``"nccl"`` has never run
+        plane: The name of a plane. ``"auto"`` is ``"gloo"``, also on GPUs: ``"nccl"`` has never run
             (``docs/gpu.md``), so it must be requested by name.
         devices: The device of each stage.
-        hosts: What identifies the host of each stage.
+        hosts: An identifier of the host of each stage.
 
     Raises:
         ValueError: If the stages cannot use the plane.
@@ -59,7 +59,7 @@ def chosen_plane(plane: str, devices: Sequence[torch.device], hosts: Sequence[Ha
         )
     if plane == NCCL and not torch.distributed.is_nccl_available():
         raise ValueError(
-            "data_plane='nccl' needs a build of torch with NCCL, which this one is not. Use data_plane='gloo', or "
+            "data_plane='nccl' needs a build of torch with NCCL, but this build has none. Use data_plane='gloo', or "
             "install a build for CUDA."
         )
     if plane != NCCL and any(device.type != "cpu" for device in devices):
@@ -79,16 +79,16 @@ def open_transport(
     wait: Wait,
     store: Callable[[], Store],
 ) -> Transport:
-    """Connect the devices of a pipeline, each process at the same time, if its data plane does so.
+    """Open the transport of this process. If the data plane connects devices, all processes call this together.
 
     Args:
-        plane: What :func:`chosen_plane` returned.
+        plane: A result of :func:`chosen_plane`.
         group: Connects the processes over gloo.
-        rank: This process.
-        device: Its device.
-        routes: Which processes exchange payloads; the same in all processes.
+        rank: The rank of this process.
+        device: The device of this process.
+        routes: The routes over which processes exchange payloads, the same in all processes.
         wait: Runs a function that blocks until other processes have done something.
-        store: Returns a store in which the processes meet.
+        store: Returns the store through which the processes connect.
     """
     if plane == GLOO:
         return HostTransport(group, device, wait)
@@ -96,7 +96,7 @@ def open_transport(
         links = NcclLinks(rank, device)
         try:
             wait(partial(links.connect, routes, store()))
-        except BaseException:  # Ctrl-C as well: another thread may still wait within NCCL
+        except BaseException:  # including Ctrl-C: another thread may still wait within NCCL
             links.abort()
             raise
         return DeviceTransport(group, rank, device, links, wait)

@@ -1,9 +1,9 @@
-"""Values between RPC workers that the user has started: each process has an inbox, which calls of RPC fill.
+"""Send values between RPC workers that the user started. RPC calls put them into the inbox of each process.
 
     process 0 ── send ── rpc_async(deliver) ──▶ inbox of 1 ◀── receive ── process 1
 
-Delivery never waits for the receiver, so no order of sends and receives can cause a deadlock. Nothing outlives a pass:
-after a failure, the driver has every process give the pass up, and the next pass runs as if nothing had happened.
+Delivery never waits for the receiver, so no order of sends and receives can cause a deadlock. No message outlives its
+pass: after a failure, the driver makes every process abandon the pass, and the next pass runs normally.
 """
 
 import threading
@@ -33,7 +33,7 @@ class MessageKey(NamedTuple):
 
 
 class Inbox:
-    """Holds messages until they are taken; any thread puts messages in, one thread takes them."""
+    """Holds messages until they are taken. Any thread may add messages; one thread takes them."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -41,7 +41,7 @@ class Inbox:
         self._given_up: set[int] = set()
 
     def put(self, key: MessageKey, value: Any) -> None:
-        """Add a message, unless its pass has been given up."""
+        """Add a message, unless its pass has been abandoned."""
         with self._changed:
             if key.number not in self._given_up:
                 self._arrived[key] = value
@@ -51,7 +51,7 @@ class Inbox:
         """Wait for a message and remove it.
 
         Raises:
-            PeerFailed: If its pass is given up.
+            PeerFailed: If the pass of the message is abandoned.
         """
         with self._changed:
             while key not in self._arrived:
@@ -70,12 +70,12 @@ class Inbox:
 
 
 def deliver(inbox: Any, key: MessageKey, value: Any) -> None:
-    """Add a message to the inbox behind an ``RRef``; runs in the process of its owner."""
+    """Add a message to the inbox behind an ``RRef``. Runs in the process that owns the inbox."""
     inbox.local_value().put(key, value)
 
 
 def give_up(inbox: Any, number: int) -> None:
-    """Give up a pass in the inbox behind an ``RRef``; runs in the process of its owner."""
+    """Abandon a pass in the inbox behind an ``RRef``. Runs in the process that owns the inbox."""
     inbox.local_value().give_up(number)
 
 
@@ -84,7 +84,7 @@ class RpcSender:
 
     Args:
         inbox: The ``RRef`` to the inbox.
-        tag: Distinguishes the channel from others that end there.
+        tag: Distinguishes channels that end in the same inbox.
     """
 
     def __init__(self, inbox: Any, tag: int) -> None:
@@ -119,12 +119,12 @@ class RpcSender:
 
 
 class RpcReceiver:
-    """Takes values out of an inbox of this process; see :class:`~strategies.pipeline.transport.interface.InChannel`.
+    """Takes values from an inbox of this process; see :class:`~strategies.pipeline.transport.interface.InChannel`.
 
     Args:
         inbox: The inbox.
         tag: The sender's tag.
-        device: Where received tensors are put.
+        device: The device of received tensors.
         wait: Runs a function that blocks until a value has arrived.
     """
 
@@ -145,9 +145,9 @@ class RpcTransport:
     """One process's part of the data plane; see :class:`~strategies.pipeline.transport.interface.Transport`.
 
     Args:
-        rank: This process.
+        rank: The rank of this process.
         inboxes: The ``RRef`` to the inbox of each process.
-        device: Where received tensors are put.
+        device: The device of received tensors.
         wait: Runs a function that blocks until a value has arrived.
     """
 
@@ -170,17 +170,17 @@ class RpcTransport:
             if inbox.is_owner():
                 give_up(inbox, number)
             else:
-                with suppress(RuntimeError):  # the process has gone
+                with suppress(RuntimeError):  # the process has ended
                     rpc.rpc_async(inbox.owner(), give_up, args=(inbox, number), timeout=0)
 
     def fail(self) -> None:
-        """Do nothing: the driver learns of every failure, and has all processes give the pass up."""
+        """Do nothing: the driver receives every failure, and makes all processes abandon the pass."""
 
     def abort(self) -> None:
         """Do nothing: no process waits for a device."""
 
     def let_go(self) -> None:
-        """Do nothing: what has arrived is not kept."""
+        """Do nothing: values that have arrived are not kept."""
 
     def close(self) -> None:
-        """Do nothing: RPC is the user's."""
+        """Do nothing: the RPC session belongs to the user."""

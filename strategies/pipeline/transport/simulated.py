@@ -1,13 +1,15 @@
-"""Links by the rules of NCCL without a GPU: the code of the device plane runs on CPUs, and misuse is an error.
+"""Simulated links with the rules of NCCL: run the code of the device plane on CPUs, where misuse is an error.
 
-- A link buffers nothing: a send ends when its receive runs (gloo sends a message when its receive has been posted).
-- Transfers of a link run in the order of posting, beside the computation: each link has a thread, in place of a stream.
-- The tensors of a receive hold no values until something has waited for the transfer: NaN, ``True``, or the largest
-  integer, which is no index. A change of them until then is an error, because the transfer overwrites it.
-- A tensor that is being sent must not change until something has waited for the transfer; this is checked then. It must
-  not be one that a receive still writes.
+- A link does not buffer: a send ends when its receive runs (gloo sends a message when its receive has been posted).
+- Transfers of a link run in the order of posting, in parallel with computation: each link has a thread in place of a
+  stream.
+- The tensors of a receive have no values until the process has waited for the transfer: they contain NaN, ``True``, or
+  the largest integer, which is not an index. Changing them before that is an error, because the transfer overwrites
+  the change.
+- A tensor that is being sent must not change until the process has waited for the transfer, which checks this. No
+  receive may be writing it.
 - A tensor that is sent is contiguous and on the device.
-- A transfer that is dropped before anything has waited for it is an error: its memory could be used again.
+- Dropping a transfer before the process has waited for it is an error: its memory could be reused.
 - With ``one_at_a_time``, a process runs one transfer or action at a time, in the order of posting: a device whose
   streams do not progress independently.
 """
@@ -33,27 +35,27 @@ _FIRST_TAG = 1000
 """Payloads of a channel have its tag plus this number."""
 
 _LOOK_SECONDS = 0.05
-"""How often a wait for a transfer looks whether another process has failed, which then never posts its part."""
+"""How often a wait for a transfer checks whether another process has failed and so never posts its part."""
 
 _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class _Stream:
-    """Runs functions one after another, on a thread that starts with the first one."""
+    """Runs functions one after another, on a thread that starts with the first function."""
 
     def __init__(self) -> None:
         self._functions: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def run(self, function: Callable[[], None]) -> None:
-        """Run a function after those before it."""
+        """Run a function after all previous functions."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="relay-simulated-stream", daemon=True)
             self._thread.start()
         self._functions.put(function)
 
     def end(self) -> None:
-        """Let the thread end once its last function has returned, or the connection has been closed."""
+        """End the thread when its last function has returned or the connection has been closed."""
         self._functions.put(None)
 
     def _work(self) -> None:
@@ -64,13 +66,13 @@ class _Stream:
 
 
 class SimulatedTransfer:
-    """Tensors on their way between two processes.
+    """A transfer of tensors between two processes.
 
     Args:
-        run: Moves the tensors; called on the thread of a stream.
-        end: Called by the thread that waits for the transfer, when it has run.
+        run: Moves the tensors. Called on the thread of a stream.
+        end: Called by the thread that waits for the transfer, when the transfer has run.
         links: All links of this process.
-        name: What the transfer is, for messages.
+        name: A description of the transfer for messages.
     """
 
     def __init__(self, run: Callable[[], None], end: Callable[[], None], links: "SimulatedLinks", name: str) -> None:
@@ -87,7 +89,7 @@ class SimulatedTransfer:
         """Run the transfer, on the thread of its link."""
         try:
             self._run()
-        except BaseException as error:  # of the connection; whoever waits raises it
+        except BaseException as error:  # an error of the connection; the waiting thread raises it
             self._error = self._error or error
         self._has_run.set()
 
@@ -99,11 +101,11 @@ class SimulatedTransfer:
 
     @property
     def is_over(self) -> bool:
-        """Whether the transfer has run, or has been given up."""
+        """Whether the transfer has run or has been abandoned."""
         return self._has_run.is_set()
 
     def let_run(self) -> None:
-        """Wait until the transfer has run, but use none of its results."""
+        """Wait until the transfer has run, without using its results."""
         if not self._has_run.is_set():
             self._links.wait(self._block)
 
@@ -124,7 +126,7 @@ class SimulatedTransfer:
         if self._error is not None:
             raise self._error
         end, self._end = self._end, None
-        if end is not None:  # which refers to the tensors: links know a transfer for longer than its receiver does
+        if end is not None:  # it refers to the tensors, and links keep a transfer longer than its receiver does
             end()
 
 
@@ -165,8 +167,8 @@ class SimulatedLink:
     def _posted(self, run: Callable[[], None], end: Callable[[], None], way: str) -> Transfer:
         if self._links.dropped and not self._links.is_given_up():
             raise RuntimeError(
-                f"{', '.join(self._links.dropped)}: dropped before anything had waited for it, so the memory of its "
-                "tensors could be used again while the transfer runs. Call wait() or synchronize() of each transfer."
+                f"{', '.join(self._links.dropped)}: dropped without a wait, so the memory of its tensors could be "
+                "reused while the transfer runs. Call wait() or synchronize() of each transfer."
             )
         name = f"{way} of stage {self._route.source} to stage {self._route.target}"
         transfer = SimulatedTransfer(run, end, self._links, name)
@@ -187,22 +189,22 @@ class SimulatedLink:
             unrecorded(post, [message], self._peer, self._tag).wait(self._timeout)
 
     def _check_payload(self, tensor: Tensor) -> None:
-        """Check what the memory that is sent must be."""
+        """Check that a tensor can be sent."""
         what = f"stage {self._route.source} sends stage {self._route.target} a tensor of shape {list(tensor.shape)}"
         if tensor.device.type != "cpu":
             raise ValueError(f"{what} that is on {tensor.device}, but the stage computes on cpu.")
         if tensor.layout != torch.strided or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-            raise ValueError(f"{what} whose values do not follow one another in memory. Send tensor.contiguous().")
+            raise ValueError(f"{what} whose values are not contiguous in memory. Send tensor.contiguous().")
         if not tensor.numel():
-            raise ValueError(f"{what}, which has no elements: both ends leave such a transfer out.")
+            raise ValueError(f"{what} that has no elements: both ends must leave such a transfer out.")
         if storage_key(tensor) in self._links.arriving:
             raise RuntimeError(
                 f"{what} that a receive still writes: wait for the receive first, or stage {self._route.target} gets "
-                "other values."
+                "wrong values."
             )
 
     def _arrive(self, tensors: Sequence[Tensor], arrived: Sequence[Tensor], places: Sequence[int]) -> None:
-        """Give received tensors their values."""
+        """Set the values of received tensors."""
         for tensor in tensors:
             if not torch.equal(bytes_of(tensor), bytes_of(_fill_without_values(torch.empty_like(tensor)))):
                 raise RuntimeError(
@@ -223,7 +225,7 @@ class SimulatedLink:
 
 
 class SimulatedLinks(Links):
-    """The links of a process without a device of its own.
+    """The links of a process without a GPU.
 
     Args:
         group: The data plane.
@@ -239,9 +241,9 @@ class SimulatedLinks(Links):
         super().__init__()
         self.wait, self.one_at_a_time = wait, one_at_a_time
         self.dropped: list[str] = []
-        """Transfers that nothing has waited for and nothing refers to any more."""
+        """Transfers that were dropped without a wait."""
         self.arriving: set[int] = set()
-        """The storages of tensors that are being received, until something has waited for their transfer."""
+        """The storages of tensors that are being received, until the process has waited for their transfer."""
         self._streams: list[_Stream] = []
         for route in routes:
             if rank in (route.source, route.target):
@@ -261,7 +263,7 @@ class SimulatedLinks(Links):
 
 @torch.no_grad()
 def _fill_without_values(tensor: Tensor) -> Tensor:
-    """Fill a tensor with what shows that it has no values yet: NaN, ``True``, or the largest integer."""
+    """Fill a tensor with a marker for missing values: NaN, ``True``, or the largest integer."""
     if tensor.dtype is torch.bool:
         return tensor.fill_(True)
     if tensor.dtype in _SIGNED:

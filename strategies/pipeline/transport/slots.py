@@ -1,11 +1,11 @@
-"""Slots: files in memory that outlive the process that writes them, each with one snapshot of its state.
+"""Slots: files in memory, each with one snapshot, which outlive the process that writes them.
 
     holder: creates the file, keeps it open        writer: opens it by its address, maps and writes it
     header: number of the snapshot, or none │ number of pickled bytes │ pickled bytes │ storages, one after another
 
-The kernel keeps the values when the writer is killed, and frees them when the holder and the writer have ended,
-however they end. While a snapshot is being written its number is *none*, so an incomplete snapshot is never read. A
-process has two slots (:data:`NUM_SLOTS`), which it writes in turns.
+The kernel keeps the values if the writer is killed, and frees them when both the holder and the writer have ended, for
+any reason. While a snapshot is being written, its number is *none*, so an incomplete snapshot is never read. A process
+has two slots (:data:`NUM_SLOTS`), which it writes alternately.
 """
 
 import mmap
@@ -21,12 +21,12 @@ from torch import Tensor, UntypedStorage
 from strategies.pipeline.transport.storages import as_bytes
 
 NUM_SLOTS = 2
-"""A process may be killed while it writes one; then the other one is whole."""
+"""Two, so that one slot is complete even if a process is killed while it writes the other slot."""
 
 _HEADER = struct.Struct("<QQ")
 _NUMBER = struct.Struct("<Q")
 _NO_NUMBER = 0
-"""What the header says of a snapshot that is not whole. Otherwise the number plus one."""
+"""The header of an incomplete snapshot. The header of a complete snapshot is its number plus one."""
 
 _ALIGNED_BYTES = 64
 
@@ -38,11 +38,11 @@ def have_slots() -> bool:
 
 @dataclass(frozen=True)
 class SlotAddress:
-    """Where another process of this user finds a slot.
+    """The address by which another process of the same user finds a slot.
 
     Attributes:
-        path: The file, by a file descriptor of its holder.
-        inode: The number of the file, because the holder may have closed it and use the descriptor for another one.
+        path: The path of the file, by a file descriptor of its holder.
+        inode: The inode of the file, because the holder may have closed it and reused the descriptor.
     """
 
     path: str
@@ -53,7 +53,7 @@ class Slot:
     """A file in memory with one snapshot.
 
     Args:
-        file: Its descriptor, which this object closes.
+        file: The file descriptor, which this object closes.
     """
 
     def __init__(self, file: int) -> None:
@@ -62,10 +62,10 @@ class Slot:
 
     @classmethod
     def created(cls, name: str) -> "Slot":
-        """Create a slot, of which this process is the holder.
+        """Create a slot that this process holds.
 
         Args:
-            name: What tools such as ``lsof`` show.
+            name: The name that tools such as ``lsof`` show.
         """
         slot = cls(os.memfd_create(f"relay-snapshot-{name}", os.MFD_CLOEXEC))
         os.ftruncate(slot._file, _HEADER.size)
@@ -76,37 +76,37 @@ class Slot:
         """Open the slot of another process.
 
         Raises:
-            RuntimeError: If the holder has closed it.
-            OSError: If this process may not open it.
+            RuntimeError: If the holder has closed the slot.
+            OSError: If this process may not open the slot.
         """
         slot = cls(os.open(address.path, os.O_RDWR | os.O_CLOEXEC))
         if os.fstat(slot._file).st_ino != address.inode:
             slot.close()
-            raise RuntimeError(f"{address.path} is not the slot of a snapshot any more: the driver has closed it")
+            raise RuntimeError(f"{address.path} is no longer the slot of a snapshot: the driver has closed the slot")
         return slot
 
     @property
     def address(self) -> SlotAddress:
-        """Where other processes find it, as long as this one holds it."""
+        """The address for other processes, valid as long as this process holds the slot."""
         return SlotAddress(f"/proc/{os.getpid()}/fd/{self._file}", os.fstat(self._file).st_ino)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of memory that the slot takes."""
+        """The memory of the slot, in bytes."""
         return os.fstat(self._file).st_size
 
     @property
     def number(self) -> int | None:
-        """The number of the snapshot that it has whole; ``None`` if it has none."""
+        """The number of the complete snapshot in the slot; ``None`` if there is none."""
         (number,) = _NUMBER.unpack(os.pread(self._file, _NUMBER.size, 0))
         return None if number == _NO_NUMBER else number - 1
 
     def forget(self) -> None:
-        """Declare its snapshot not whole."""
+        """Mark the snapshot as incomplete."""
         os.pwrite(self._file, _NUMBER.pack(_NO_NUMBER), 0)
 
     def write(self, number: int, blob: bytes, storages: Sequence[UntypedStorage]) -> None:
-        """Replace the snapshot. If this raises, or the process is killed, the slot has none.
+        """Replace the snapshot. If this raises, or if the process is killed, the slot has no snapshot.
 
         Args:
             number: The number of the snapshot, at least 0.
@@ -132,7 +132,7 @@ class Slot:
         """Return the pickled bytes of a snapshot.
 
         Raises:
-            RuntimeError: If the slot does not have this snapshot whole.
+            RuntimeError: If the slot does not have this snapshot completely.
         """
         if self.number != number:
             raise RuntimeError(f"the slot has snapshot {self.number}, not {number}")
@@ -150,7 +150,7 @@ class Slot:
                 as_bytes(storage).copy_(_bytes_at(mapped, place, storage.nbytes()))
 
     def close(self) -> None:
-        """Close the file; a second time does nothing. Its memory is free once no process has it open any more."""
+        """Close the file. A second call has no effect. The memory is freed when no process has the file open."""
         file, self._file, self._map = self._file, -1, None
         if file >= 0:
             os.close(file)
@@ -161,19 +161,19 @@ class Slot:
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"a snapshot of {size_bytes} bytes cannot be kept in a file in memory ({error.strerror}); the limit of "
-                "the size of files (ulimit -f) also applies to those in memory: raise it, or take no snapshots",
+                f"a snapshot of {size_bytes} bytes cannot be kept in a file in memory ({error.strerror}); the limit on "
+                "file sizes (ulimit -f) also applies to files in memory: raise it, or take no snapshots",
             ) from error
 
     def _mapped(self) -> mmap.mmap:
         size = self.size_bytes
         if self._map is None or len(self._map) < size:
-            self._map = mmap.mmap(self._file, size)  # tensors on an earlier one keep it as long as they need it
+            self._map = mmap.mmap(self._file, size)  # tensors on an earlier map keep that map alive
         return self._map
 
 
 def _places(length: int, sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Return where each storage begins, and where the last one ends."""
+    """Return the offset of each storage, and the end of the last storage."""
     places, end = [], _HEADER.size + length
     for size in sizes:
         place = -(-end // _ALIGNED_BYTES) * _ALIGNED_BYTES

@@ -1,6 +1,6 @@
-"""The values of a stage, on their way from the driver to its worker: one storage after another, into its final place.
+"""Send the values of a stage from the driver to its worker: one storage at a time, directly to its final place.
 
-Neither process holds a second copy: the driver sends a tensor's own memory, and gloo writes into that of the worker.
+Neither process holds a second copy: gloo reads the memory of the driver's tensors and writes to that of the worker's.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _TAG = 8
 
 
 def send_storages(storages: list[UntypedStorage], group: ProcessGroup, peer: int, wait: Wait) -> None:
-    """Send the values of storages. The list is emptied on the way, so that nothing here keeps their memory.
+    """Send the values of storages. Removes each storage from the list, so that the list does not keep its memory.
 
     Args:
         storages: The storages, on any device.
@@ -35,7 +35,7 @@ def send_storages(storages: list[UntypedStorage], group: ProcessGroup, peer: int
 def receive_storages(storages: Sequence[UntypedStorage], group: ProcessGroup, peer: int, wait: Wait) -> None:
     """Receive the values of storages of the same sizes, on the CPU; see :func:`send_storages`.
 
-    There is no time-out, because the sender serves other stages first. Its end is noticed.
+    There is no time-out, because the sender may serve other stages first. The wait ends if the sender ends.
     """
     for storage in storages:
         work = unrecorded(group.recv, [as_bytes(storage)], peer, _TAG)

@@ -1,13 +1,13 @@
 """Tied parameters: one ``Parameter`` that several processes use, such as an embedding that is also the output layer.
 
-One process owns a tied parameter: the driver if the driver uses it, otherwise the first stage that does. The owner
+One process owns a tied parameter: the driver if the driver uses it, otherwise the first stage that uses it. The owner
 holds the optimizer state and updates the parameter; the other processes hold copies.
 
     after every backward pass        copies ──── gradients ───▶ owner, which adds them to its own
     before the next forward pass     owner  ───── value ──────▶ copies, if it may have changed
 
-A copy that has sent its gradient sets it to ``None``. So no gradient is counted twice, however many passes are
-accumulated, and a norm of gradients includes the parameter once.
+A copy sets its gradient to ``None`` after it has sent the gradient. So no gradient counts twice, for any number of
+accumulated passes, and a norm of gradients includes the parameter once.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -57,8 +57,8 @@ def find_ties(stages: Sequence[StageLayers], outside: Iterable[Tensor] = ()) -> 
         outside: Parameters that the model uses outside of its stages, on the driver.
 
     Raises:
-        ValueError: If two chunks use the same layer with running statistics, each of which would see part of the
-            inputs, or if a layer changes a tied parameter in its forward pass.
+        ValueError: If two chunks use the same layer with running statistics, each of which would see only a part of the
+            inputs; or if a layer changes a tied parameter in its forward pass.
     """
     uses: dict[int, dict[int, list[str]]] = {}
     norms: dict[nn.Module, tuple[int, int]] = {}
@@ -101,10 +101,10 @@ def _check_unchanged(stages: Sequence[nn.Module], ties: Sequence[Tie]) -> None:
 
 
 class TiedParameters:
-    """The tied parameters of one process, which sends and receives their gradients and values.
+    """Sends and receives gradients and values of the tied parameters of one process.
 
     Args:
-        rank: This process's rank.
+        rank: The rank of this process.
         ties: All ties of the pipeline.
         parameters: Parameters by name: on a worker those of its stage, on the driver those of the pipelined module.
         transport: Opens channels to other processes.
@@ -138,11 +138,11 @@ class TiedParameters:
         return [version_of(parameter) for parameters in self._owned.values() for parameter in parameters]
 
     def move_gradients(self, number: int) -> None:
-        """After backward pass ``number``, send gradients of copies to owners; add received ones to owned parameters.
+        """After backward pass ``number``, send gradients of copies to owners, which add them to their gradients.
 
-        All processes go through the exchanges in one order, so that they cannot deadlock where a send waits for its
-        receive. Since each holder of copies has a lower rank than a driver that owns, and a higher one than others that
-        own, each process sends its gradients before it waits for any.
+        All processes run the exchanges in one order, so that they cannot deadlock if a send waits for its receive. The
+        rank of a copy is lower than that of an owning driver, and higher than that of any other owner. So each process
+        sends its gradients before it waits for any.
         """
         for owner, copy in sorted(self._pairs, key=lambda pair: (pair[1], pair[0])):
             if owner == self._rank:
@@ -161,7 +161,7 @@ class TiedParameters:
     def share_values(self, number: int) -> None:
         """Before forward pass ``number``, send the values of owned parameters, and receive those of copies.
 
-        All processes go through the exchanges in one order, as in :meth:`move_gradients`.
+        All processes run the exchanges in one order, as in :meth:`move_gradients`.
         """
         for owner, copy in self._pairs:
             if owner == self._rank:
@@ -173,9 +173,9 @@ class TiedParameters:
                 parameter.copy_(value)
 
     def flush(self) -> None:
-        """After a forward pass without a backward pass: let the owned parameters be changed in place from now on.
+        """After a forward pass without a backward pass, wait until the owned parameters may be changed in place.
 
-        Their own memory is sent. After an evaluation, weights that were put in for it may be restored in place at once.
+        The parameters are sent without a copy, and user code may restore weights in place right after an evaluation.
         """
         for sender in self._values_to.values():
             sender.flush()

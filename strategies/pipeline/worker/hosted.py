@@ -84,16 +84,16 @@ _PLACING = {
 
 
 class HostedStage(StageCommands):
-    """A stage on a worker; see :class:`~strategies.pipeline.control.commands.StageCommands` for what it does.
+    """A stage on a worker. :class:`~strategies.pipeline.control.commands.StageCommands` documents its methods.
 
-    The methods are in the order of the commands there.
+    The methods are in the order of these commands.
 
     Args:
         setup: How the stage runs.
-        state: The state with which it begins.
+        state: The initial state of the stage.
         edges: The stage's ends of the edges between chunks.
-        activity: Where the stage records what it does.
-        orders: Brings the driver's orders; ``None`` if all commands come over RPC.
+        activity: The record of what the stage does.
+        orders: Receives the driver's orders; ``None`` if all commands come over RPC.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class HostedStage(StageCommands):
         self._setup, self._edges, self._device = setup, edges, device
         self._transport = edges.transport
         self._rows: dict[Hashable, Row] = {}
-        """What this process does in a pass, or in a part of one, by the name of the program."""
+        """The operations of this process in a pass, or in a part of a pass, by the name of the program."""
         self._slots = StageSlots(setup.index)
         self._trace: torch.profiler.profile | None = None
         self._repeated: Repeated | None = None
@@ -150,7 +150,7 @@ class HostedStage(StageCommands):
         )
         self._averaging: Averaging | None = None
         if self._replicas is not None:
-            parameters = list(self._layers.parameters())  # copies of tied ones have no gradients by then
+            parameters = list(self._layers.parameters())  # copies of tied parameters have no gradients at this point
             layers = self._layers
             self._averaging = Averaging(
                 self._replicas, lambda: parameters, lambda: list(layers.buffers()), wait=activity.wait
@@ -164,15 +164,15 @@ class HostedStage(StageCommands):
         self._gathered: dict[int, GatheredGradients] = {}
         """Gradients of passes that have not been released, by the number of the pass."""
         self.shelf = self.held.shelf
-        """Tensors set aside, by number and flattened path.
+        """Tensors on the shelf, by number and flattened path.
 
-        Commands put in and take out tensors, in turn with passes. RPC threads read them (``RemoteStage.beside``), so
-        that the stage runs passes meanwhile.
+        Commands add and remove tensors between passes. RPC threads read the tensors (``RemoteStage.beside``), so that
+        the stage can run passes at the same time.
         """
         if state.random_state is not None:
             state.random_state.restore()
 
-    # What the host needs
+    # Methods for the host
 
     def describe(self) -> str:
         return describe(self._index, self._layers)
@@ -182,7 +182,7 @@ class HostedStage(StageCommands):
             self._transport.fail()
 
     def abort_transfers(self) -> None:
-        """End all waits for devices, because another process has failed; called on a thread of RPC."""
+        """End all waits for devices, because another process has failed. Called on an RPC thread."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -287,7 +287,7 @@ class HostedStage(StageCommands):
         self._activity.doing = "optimizer step"
         own, shared, recorder = self._optimizers[optimizer], self._shared_steps, self._stage.recorder
         if self._transport is not None:
-            self._transport.let_go()  # their memory can hold what the step needs
+            self._transport.let_go()  # so that the step can use the memory of sent tensors
         if recorder is not None:
             recorder.begin()
         set_hyperparameters(own, values)
@@ -420,11 +420,11 @@ class HostedStage(StageCommands):
 
 
 def taken(carrier: Carrier, activity: Activity, receive: Receive = lambda storages: None) -> StageState:
-    """Take the state of a stage from what brings it.
+    """Take the state of a stage from its carrier.
 
     Args:
-        carrier: What brings it.
-        activity: Where the stage records what it does.
+        carrier: The carrier.
+        activity: The record of what the stage does.
         receive: Receives the values of storages that are not in a pickle.
     """
     activity.doing = "unpacking its layers"

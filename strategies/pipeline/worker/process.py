@@ -1,6 +1,6 @@
-"""Set-up of a worker's process: it joins the session, and the driver creates the host of its stage there.
+"""Set-up of a worker process: the process joins the session, and the driver creates the host of a stage in it.
 
-The process executes nothing of the user's script.
+The process does not run the user's script.
 """
 
 import sys
@@ -30,11 +30,11 @@ from strategies.pipeline.worker.setup import StageSetup
 
 
 def host(setup: StageSetup, carrier: Carrier, session: Session) -> Host[HostedStage]:
-    """Connect this process to the others and host a stage; ``rpc.remote`` calls this, so the driver gets an ``RRef``.
+    """Connect this process to the pipeline and host a stage. The driver calls this with ``rpc.remote``.
 
     Args:
         setup: How the stage runs.
-        carrier: What brings the state of the stage.
+        carrier: Contains the state of the stage.
         session: The session of the driver.
     """
     rank = setup.index
@@ -64,7 +64,7 @@ def abort_transfers(host: Any) -> None:
 
 
 def _transport(setup: StageSetup, group: ProcessGroup, session: Session, activity: Activity) -> Transport:
-    """Connect the device of a stage to those of the others, each process at the same time."""
+    """Connect the device of a stage to the devices of other stages. All processes do this at the same time."""
     if setup.plane != GLOO:
         activity.doing = "connecting to the devices of other stages"
     with environment_variables(**(variables_of_nccl(session) if setup.plane == NCCL else {})):
@@ -80,7 +80,7 @@ def _transport(setup: StageSetup, group: ProcessGroup, session: Session, activit
 
 
 def join(directory: str, rank: int) -> None:
-    """Join a session, whose calls arrive on threads of RPC from then on.
+    """Join a session. From then on, its calls arrive on RPC threads.
 
     Args:
         directory: The directory of the session.

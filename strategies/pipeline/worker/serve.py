@@ -1,8 +1,8 @@
-"""A worker of a rank: one session.
+"""A worker process of a rank. It serves one session.
 
 ``python -m strategies.pipeline.worker.serve WORLD session NUMBER`` is the process of the rank. After the session it
-replaces itself by a new one with the same process id, which serves the next session. With ``WORLD supervised NUMBER
-PID`` it is a process of :mod:`~strategies.launch.rank_supervisor`, which starts another one after it.
+replaces itself with a new process with the same process id, which serves the next session. With ``WORLD supervised
+NUMBER PID`` it is a child of :mod:`~strategies.launch.rank_supervisor`, which starts a new child after it.
 """
 
 import json
@@ -42,10 +42,10 @@ _ASK_SECONDS = 2.0
 
 
 def main(world: World, number: int, supervisor: int = 0) -> None:
-    """Waits for session ``number`` of the driver and serves it, then makes place for the process of the next session.
+    """Wait for session ``number`` of the driver and serve it, then let the process of the next session start.
 
     Args:
-        world: This rank and the others.
+        world: All ranks, and which of them this process is.
         number: The number of the session.
         supervisor: The process id of the supervisor, if there is one.
     """
@@ -59,7 +59,7 @@ def main(world: World, number: int, supervisor: int = 0) -> None:
         _serve(world, store, call, session, leave, supervisor)
     except RuntimeError as error:
         if not _is_over(store, call):
-            session.forget()  # the driver cannot do it any more
+            session.forget()  # because the driver can no longer do this
             sys.stderr.write(f"rank {world.rank} ends, because its driver, rank {world.driver}, is gone: {error}\n")
             os._exit(1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -67,10 +67,10 @@ def main(world: World, number: int, supervisor: int = 0) -> None:
 
 
 def supervised(world: str, number: int, supervisor: int) -> None:
-    """Serves a session in a process that a supervisor has started; both end together.
+    """Serve a session in a process that a supervisor started. Both processes end together.
 
     Args:
-        world: This rank and the others, as JSON.
+        world: All ranks, and which of them this process is, as JSON.
         number: The number of the session.
         supervisor: The process id of the supervisor.
     """
@@ -79,7 +79,7 @@ def supervised(world: str, number: int, supervisor: int) -> None:
 
 
 def _leave(world: World, store: dist.Store, number: int, supervisor: int) -> NoReturn:
-    """Waits until the session after this one begins, because a new process might find the store closed, and ends."""
+    """Wait until the next session begins, then end. Otherwise a new process might find the store closed."""
     _next_session(world, store, number + 1)
     if not supervisor:
         become_worker(world, number + 1)
@@ -89,7 +89,7 @@ def _leave(world: World, store: dist.Store, number: int, supervisor: int) -> NoR
 
 
 def _next_session(world: World, store: dist.Store, number: int) -> tuple[str, Session]:
-    """Waits for the key and the description of a session; if the driver ends instead, so does this process."""
+    """Wait for the key and the description of a session. If the driver ends instead, end this process."""
     call = call_key(world.driver, number)
     try:
         store.wait([call], _FOREVER)
@@ -97,14 +97,14 @@ def _next_session(world: World, store: dist.Store, number: int) -> tuple[str, Se
             return call, Session.from_json(session)
         store.set(gone_key(world.rank), "")
     except dist.DistNetworkError:
-        pass  # the process with the store has ended and reports its own errors; this process holds nothing
+        pass  # the process with the store has ended and reports its errors; this process has no state to save
     os._exit(0)
 
 
 def _serve(
     world: World, store: dist.Store, call: str, session: Session, leave: Callable[[], NoReturn], supervisor: int
 ) -> None:
-    """Returns when the session is over.
+    """Serve the session, and return when it is over.
 
     Raises:
         RuntimeError: If the driver has died. A slow driver does not break the connection.
@@ -131,13 +131,13 @@ def _serve(
 
 @contextmanager
 def _ending_with(world: World, call: str, session: Session, leave: Callable[[], NoReturn] | None) -> Iterator[None]:
-    """Ends this process if the driver ends the session, or dies, while this process joins RPC.
+    """Context that ends this process if the driver ends the session, or dies, while this process joins RPC.
 
     Args:
-        world: This rank and the others.
+        world: All ranks, and which of them this process is.
         call: The key of the session.
         session: The session.
-        leave: What to do instead if the driver has ended the session, because another worker was lost.
+        leave: Called instead if the driver has ended the session because another worker was lost.
     """
     done, store = threading.Event(), world.store()
 
@@ -160,7 +160,7 @@ def _ending_with(world: World, call: str, session: Session, leave: Callable[[], 
 
 
 def _is_over(store: dist.Store, call: str) -> bool:
-    """Whether the driver has ended the session, or ends it within 2 s: its connections close before it sets the key."""
+    """Whether the driver ends the session within 2 s. The driver closes its connections before it sets the key."""
     try:
         return appear(store, [over_key(call)], _ASK_SECONDS)
     except dist.DistNetworkError:

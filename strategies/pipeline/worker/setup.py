@@ -1,6 +1,6 @@
-"""What the driver tells a worker of its stage besides the state: where the stage runs, and with which other processes.
+"""How a worker runs its stage, without the state of the stage: the device and the other processes.
 
-It has no tensors. The driver sends it whenever a worker starts, whatever brings the state of the stage
+The set-up has no tensors. The driver sends it whenever a worker starts, with any carrier of the state
 (:mod:`strategies.pipeline.state.carriers`).
 """
 
@@ -25,7 +25,7 @@ class StageSetup:
         replicas: The other pipelines, if there are several.
         call: How the layers are called; see :class:`~strategies.pipeline.stage.layers.Layers`.
         reports_side_outputs: Whether the stage reports which layers have side outputs.
-        placement: Which process has which chunks.
+        placement: The process of each chunk.
         plane: The data plane; see :mod:`strategies.pipeline.transport.planes`.
         is_verified: Whether the stage may have to compute steps a second time, and compare.
     """

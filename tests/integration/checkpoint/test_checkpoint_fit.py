@@ -109,6 +109,6 @@ def test_refused_on_every_stage_before_any_is_changed() -> None:
     assert module.splitlines()[1:] == [second + "3.weight", first + "0.other"]
     assert "unexpected entries [77]" in optimizer
     assert told["gathered"] == (
-        "stage 0 (layers 0 to 3: Linear, Forgets, LayerNorm, Linear) gave a state that is not that of its layers: "
-        "missing ['1.weight'], unexpected ['of another.weight']. No checkpoint can be made of it."
+        "stage 0 (layers 0 to 3: Linear, Forgets, LayerNorm, Linear) returned a state that does not match its layers: "
+        "missing ['1.weight'], unexpected ['of another.weight']. It cannot be saved in a checkpoint."
     )

@@ -180,7 +180,7 @@ def test_what_cannot_be_divided_by_rows_is_refused(others: dict[str, Any]) -> No
         "types": "MisconfigurationException: stage=3 sends the gradients of a block together, but blocks.1 of Changed",
         "compiled": "MisconfigurationException: blocks.1 is compiled",
         "not by element": "MisconfigurationException: Adafactor cannot be used under stage=3",
-        "kept": "MisconfigurationException: SGD has 39 parameters that are not among",
+        "kept": "MisconfigurationException: SGD has 39 parameters that are not divided",
         "no gradient": "RuntimeError: the backward pass gave no gradient to unused",
         "other blocks": "RuntimeError: the ranks have not run the same blocks of the model",
     }
@@ -206,7 +206,7 @@ def test_a_checkpoint_in_parts_that_one_rank_cannot_write(others: dict[str, Any]
     said = others["unsaved"]
     both = said["file too large"]
     assert all("could not be saved" in words and "rank 1: " in words for words in both), both
-    assert all("only others have ['state_dict.more']" in words for words in said["more on one rank"]), said
+    assert all("only other ranks have ['state_dict.more']" in words for words in said["more on one rank"]), said
     assert said["left"] and said["files"] == 2  # meta.pt and its shards
 
 

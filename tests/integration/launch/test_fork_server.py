@@ -284,7 +284,7 @@ def test_a_server_of_others_must_be_of_this_user_only() -> None:
     named = run(server_directory)
     seen = run(with_the_servers_of_others, named, env=OWN_SERVER)
     assert seen[0] in (RunningForkServer.__name__, OwnForkServer.__name__)
-    assert seen[1:] == [f"{VARIABLE} names open, which is not a directory of this user only", OwnForkServer.__name__]
+    assert seen[1:] == [f"{VARIABLE} names open, which is not a private directory of this user", OwnForkServer.__name__]
 
 
 DRIVER = """

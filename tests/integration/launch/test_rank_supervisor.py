@@ -102,7 +102,7 @@ def test_a_fork_server_that_does_not_answer() -> None:
     told = [line for line in lines if line.startswith("rank 3: ")]
     ended = (
         "rank 3: its worker has ended in an unknown way (its fork server, which reports how, has ended or does not "
-        "answer); another process takes its place"
+        "answer); a new process replaces it"
     )
     timed_out = "rank 3: its fork server has not started a process within 1 s and has been ended. A new interpreter"
     assert len(told) == 2, said
@@ -152,7 +152,7 @@ def sessions(said: str) -> list[str]:
 def test_each_session_has_a_worker_and_a_killed_one_is_replaced(found: dict, how: str, status: int) -> None:
     said, _ = found[how]
     assert sessions(said) == ["1", "2", "3"] and said.endswith(f"status {status}\n")
-    assert said.count("rank 3: its worker was killed by signal 9; another process takes its place") == 1
+    assert said.count("rank 3: its worker was killed by signal 9; a new process replaces it") == 1
 
 
 @pytest.mark.slow
@@ -168,13 +168,13 @@ def test_workers_that_do_not_reach_their_session(found: dict) -> None:
 def test_no_worker_is_replaced_without_a_driver(found: dict) -> None:
     said, _ = found["alone"]
     assert sessions(said) == ["1"] and said.endswith("status 1\n")
-    assert "rank 3: its worker was killed by signal 9, and its driver, process " in said and " is gone\n" in said
+    assert "rank 3: its worker was killed by signal 9, and its driver, process " in said and " has ended\n" in said
 
 
 @pytest.mark.slow
 def test_both_end_together(found: dict) -> None:
     said, lives = found["waits SIGTERM"]
-    assert not lives and said.endswith("status -15\n") and "takes its place" not in said
+    assert not lives and said.endswith("status -15\n") and "replaces it" not in said
     said, lives = found["waits SIGKILL"]
     assert not lives and "status" not in said
 

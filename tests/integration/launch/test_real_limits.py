@@ -95,11 +95,11 @@ def test_real_limits_of_a_process_refuse_a_stage() -> None:
     fits, sgd, adamw, space, layer = run(all_rows)
     assert fits == adamw == ""
     assert sgd.startswith("Stage 1 (layers 4 to 7: Linear, Linear, Linear, Linear) needs at least 803 MiB (402 MiB of ")
-    assert "MiB of gradients), and " in sgd and " for what else is in this process, but a process may use " in sgd
+    assert "MiB of gradients), and " in sgd and " for everything else in this process, but a process may use " in sgd
     assert "(RLIMIT_DATA, `ulimit -d`). " in sgd
     # What the process uses may have changed a little since the limit was set.
     assert re.search(r"With (69\d|70\d) MiB for a stage per process, 3 stages are needed at least \(balance=\[3", sgd)
     assert re.search(
         r"\(RLIMIT_AS, `ulimit -v`\)\. With (99\d|1,00\d) MiB for a stage per process, 2 stages suffice", space
     )
-    assert "No number of stages suffices: a single layer, or the last one with what the model has outside" in layer
+    assert "No number of stages suffices: a single layer, or the last layer with the rest of the model" in layer

@@ -184,5 +184,5 @@ def test_a_model_that_never_calls_its_blocks_is_refused_in_the_first_step() -> N
     for name, message in found.items():
         calls = "the blocks in 'blocks'" if name.startswith("parts") else "'blocks'"
         assert message.startswith(f"the model has not called {calls}, but computes with parameter 0."), name
-        assert ("Move what the model does with the parts of a block" in message) == name.startswith("parts")
+        assert ("Move the code that uses the parts of a block" in message) == name.startswith("parts")
         assert ("nn.ModuleList(model.blocks)" in message) == name.startswith("sequence")

@@ -94,7 +94,7 @@ def test_out_of_the_ordinary(found):
     assert odds["keys"]
     assert odds["double"]["message"].startswith("this would change layers on worker1/cpu")
     assert "cannot be copied or pickled as long as" in odds["deepcopy"]["message"]
-    assert odds["followed twice"]["message"] == "the Pipe follows this SGD already"
+    assert odds["followed twice"]["message"] == "the Pipe already follows this SGD"
 
 
 def test_values_of_all_kinds(found):
@@ -142,7 +142,7 @@ def test_private_rpc():
     assert got["afterwards"] == ([], False)
     assert "already initialized with worker_id: 0" in got["as another rank"]["message"]
     assert (got["sum"], got["local"]) == ([2, 2], [2, 1])
-    assert "call init_rpc before the first Pipe of a process" in got["placed"]["message"]
+    assert "call init_rpc once, before the first Pipe of a process" in got["placed"]["message"]
 
 
 def test_a_process_ends_while_a_pipe_lives():

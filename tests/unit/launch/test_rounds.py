@@ -92,9 +92,9 @@ def test_a_member_that_has_left(pair: tuple[Rounds, Rounds]) -> None:
 
 def test_a_member_that_does_not_come() -> None:
     alone = Rounds(dist.HashStore(), 0, 2, 0.05)
-    with pytest.raises(MemberGone, match=r"did not come to the same point within 0\.05 s"):
+    with pytest.raises(MemberGone, match=r"did not reach the same point within 0\.05 s"):
         alone.pass_gate(never)
-    with pytest.raises(MemberGone, match=r"did not go back within 0\.05 s"):
+    with pytest.raises(MemberGone, match=r"did not return to a snapshot within 0\.05 s"):
         alone.agree([1])
     with pytest.raises(MemberGone, match="replica 0 has ended its run"):
         alone.agree([1], lambda: True)

@@ -150,7 +150,9 @@ def test_receives_right_before_their_actions_deadlock(make: Callable[[int, int],
         {"independent_streams": True, "communicator": per_pair},
         {"independent_streams": True, "communicator": for_all},
     ):
-        with pytest.raises(ValueError, match=r"^deadlock: .* \(edge \d+\) of process \d+ waits for |would get another"):
+        with pytest.raises(
+            ValueError, match=r"^deadlock: .* \(edge \d+\) of process \d+ waits for |would get the wrong"
+        ):
             check_runs(rows, **others)
     check_runs(rows, independent_streams=True)
 

@@ -172,7 +172,7 @@ def test_the_settings_of_the_strategy_hold() -> None:
 def test_schedules_with_too_many_chunks_are_left_out() -> None:
     table = planned(Model(), Data(), stages=[3], microbatches=2)
     assert {row.schedule for row in table.rows} == {"gpipe", "1f1b", "zb-h1"}
-    assert table.notes[0] == ("interleaved with 3 stages is left out: its 6 chunks need a layer each, and there are 4.")
+    assert table.notes[0] == ("interleaved with 3 stages is left out: its 6 chunks need a layer each, but there are 4.")
 
 
 def test_a_model_of_hugging_face_needs_no_input() -> None:
@@ -186,7 +186,7 @@ def test_without_memory_there_are_bytes_only(monkeypatch: pytest.MonkeyPatch) ->
         table = planned(Late(), microbatches=[4], schedules=["gpipe", "zbv"])
     assert all(row.seconds is None for row in table.rows)
     assert {sum(process.need.parameters for process in row.processes) for row in table.rows} == {5 * LAYER_BYTES}
-    assert "there are no times, because" in table.notes[-1]
+    assert "there are only bytes and no times, because" in table.notes[-1]
     real = planned(Late(), microbatches=[4], schedules=["gpipe"])
     assert real.best.seconds is not None
     monkeypatch.setattr(plan, "room_on_host", lambda: type("Room", (), {"size_bytes": 1000}))
@@ -204,7 +204,7 @@ class Unusual(Model):
 
 
 def test_a_training_step_that_cannot_be_measured() -> None:
-    reason = r"Unusual\.training_step cannot be measured by itself \(RuntimeError: needs a running loop\)"
+    reason = r"Unusual\.training_step cannot be measured on its own \(RuntimeError: needs a running loop\)"
     with pytest.raises(MisconfigurationException, match=rf"{reason}\. Set `self\.example_input_array`"):
         planned(Unusual(), Data(), microbatches=2)
     model = Unusual(example=True)
@@ -224,7 +224,7 @@ class Manual(Model):
     ("choices", "message"),
     [
         ({"schedules": ["1f2b"]}, r"Unknown schedule '1f2b'; did you mean '1f1b'\?"),
-        ({"schedules": "auto"}, "schedules names 'auto', but a plan compares the schedules that .* gpipe, 1f1b"),
+        ({"schedules": "auto"}, "schedules names 'auto', but a plan compares the schedules from which .* gpipe, 1f1b"),
         ({"schedules": []}, "schedules is empty"),
         ({"stages": 5}, "stages=5, but 'sequential_module' has 4 layers"),
         ({"stages": 1}, "stages must be whole numbers of at least 2, got 1"),
@@ -468,7 +468,9 @@ def test_snapshots_are_noted_with_their_size() -> None:
     size = (
         2 * 4 * (BLOCKS + 1) * LAYER_BYTES / 2**20
     )  # two copies of the parameters, their gradients and AdamW's two states
-    assert note.startswith(f"max_restarts takes {size:.1f} MiB of memory that is not in these figures")
+    assert note.startswith(
+        f"max_restarts takes {size:.1f} MiB of memory on all processes together, which is not in these figures"
+    )
 
 
 class Slow(Model):
@@ -491,7 +493,7 @@ def test_more_processes_than_cores_share_them(monkeypatch: pytest.MonkeyPatch) -
         assert row.seconds is not None and row.simulation is not None and row.seconds > work / 2
         assert row.simulation.total_time > work / 2
     (note,) = table.notes
-    assert note == "with 4 stages, 4 processes share the 2 cores of a host; their times count that"
+    assert note == "with 4 stages, 4 processes share the 2 cores of a host; their times include this"
     monkeypatch.setattr(plan, "num_cores", lambda: 4)
     quick = planned(Slow(), Data(), stages=[4], microbatches=8, schedules=["1f1b"])
     alone = quick.best.simulation
@@ -516,7 +518,7 @@ def test_replicas_share_cores_and_threads(monkeypatch: pytest.MonkeyPatch) -> No
     with redirect_stdout(io.StringIO()):
         table = trainer_with(devices=4, **settings).plan(Slow(), Data(), microbatches=4, schedules="1f1b")
     assert set(asked) == {4}
-    assert "with 2 stages, 4 processes share the 2 cores of a host; their times count that" in table.notes
+    assert "with 2 stages, 4 processes share the 2 cores of a host; their times include this" in table.notes
     assert table.best.seconds is not None
     assert table.best.seconds > 4 * BLOCKS * 3e-3, "a replica has one core, which does all its work"
 

@@ -17,8 +17,8 @@ from trainer import Trainer
     ("arguments", "match"),
     [
         ({"rebalance": "auot"}, r"rebalance must be 'auto' or None, got 'auot'.*auto"),
-        ({"rebalance_every_n_steps": 5}, r"rebalance_every_n_steps=5 is for rebalance='auto'"),
-        ({"rebalance_threshold": 0.2}, r"rebalance_threshold=0\.2 is for rebalance='auto'"),
+        ({"rebalance_every_n_steps": 5}, r"rebalance_every_n_steps=5 requires rebalance='auto'"),
+        ({"rebalance_threshold": 0.2}, r"rebalance_threshold=0\.2 requires rebalance='auto'"),
         ({"rebalance": "auto", "rebalance_every_n_steps": 2}, "must be a whole number of at least 3, of which so many"),
         ({"rebalance": "auto", "rebalance_every_n_steps": True}, "must be a whole number of at least 3"),
         ({"rebalance": "auto", "rebalance_threshold": 0}, "rebalance_threshold must be between 0 and 1, got 0"),

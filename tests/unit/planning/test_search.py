@@ -322,7 +322,7 @@ def test_memory_limit():
     assert seconds == sorted(seconds) and seconds[0] < seconds[-1]
     with pytest.raises(
         ValueError,
-        match=r"no plan fits into memory_limit_bytes=4194304: process \d holds \d+ bytes under .*, which was the least;"
+        match=r"no plan fits into memory_limit_bytes=4194304: process \d holds \d+ bytes under .*, the smallest peak;"
         " use more processes, recompute activations, or raise the limit",
     ):
         search(costs, 4, [12], memory_limit_bytes=4 * 2**20, effort=100_000)

@@ -270,7 +270,7 @@ def test_a_run_without_metrics(folder: Path) -> None:
 
 def test_a_run_that_was_shorter_than_the_interval_of_its_monitor(folder: Path) -> None:
     (folder / "pipeline" / "step-19.svg").unlink()
-    assert "somebody has removed them" in report(folder).ids["timetables"]
+    assert "they have been removed" in report(folder).ids["timetables"]
     write_metrics(folder, {"step": [1, 2], "accuracy": [0.5, 0.75]})
     page = report(folder)
     for section in ("step-times", "timetables", "memory"):

@@ -1,13 +1,13 @@
 """Calls of blocks as data, and how a stage runs them.
 
-The value that travels through the stages is a table of tensors and a plan. The plan holds, for each block, the
-arguments and the output of its call, with a :class:`TableEntry`, the number of a table entry, in place of each tensor:
+The value that the stages pass on is a table of tensors and a plan. For each block, the plan contains the arguments and
+the output of its call. A :class:`TableEntry`, the number of a table entry, takes the place of each tensor:
 
     table   0: hidden   1: mask   2: output of block 0   3: output of block 1
     plan    block 0: ((TableEntry 0,), {mask: TableEntry 1}) -> TableEntry 2, drop 0
             block 1: ((TableEntry 2,), {mask: TableEntry 1}) -> TableEntry 3, drop 1, 2
 
-A tensor that several blocks take is in the table once, so it travels once per stage and micro-batch. A tensor that no
+A tensor that several blocks take is in the table once, so it is sent once per stage and micro-batch. A tensor that no
 later block takes is dropped.
 """
 
@@ -42,12 +42,12 @@ class BlockCall:
         output: The output, with a :class:`TableEntry` for each tensor; not used for the last block.
         fixed: For each table entry that the block must not change in place, the name of the argument.
         has_objects: Whether any argument is an object that is neither a tensor nor a plain value.
-        dropped: Table entries that nothing takes after this call.
-        assumed: For an output whose nesting could not be found in advance, the shape beyond the first dimension and
-            the dtype that the model was told; ``None`` otherwise.
-        shapes: For each table entry in the output, the shape beyond the first dimension that the model was told.
-        captures: What hooks of ``transformers`` capture within the block.
-        captured: Where that goes.
+        dropped: Table entries that no later call uses.
+        assumed: For an output whose nesting was not known in advance, the shape beyond the first dimension and the
+            dtype that the model was given; ``None`` otherwise.
+        shapes: For each table entry in the output, the shape beyond the first dimension that the model was given.
+        captures: The outputs that hooks of ``transformers`` capture within the block.
+        captured: The table entries for the captured outputs.
     """
 
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
@@ -90,7 +90,7 @@ def call_blocks(layers: nn.Sequential, value: Value, before: Before) -> Any:
         the plan returns.
 
     Raises:
-        RuntimeError: If a block has changed an argument in place, or its output is nested otherwise than foreseen.
+        RuntimeError: If a block changed an argument in place, or if the nesting of its output differs from the plan.
     """
     table, pickled = list(value[0]), value[1]
     del value
@@ -149,7 +149,7 @@ def objects_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[
 
 
 def _containers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the arguments that are nestings of values, each with its name or number."""
+    """Yield the arguments that are nested structures, each with its name or number."""
     for argument, value in [*enumerate(args), *kwargs.items()]:
         if isinstance(value, dict | list | tuple):
             yield f"{argument}", value
@@ -164,7 +164,7 @@ def changed_argument(block: str, argument: str, kind: str) -> RuntimeError:
 
 
 def _is_same(value: Any, expected: Any) -> bool:
-    """Return whether a value that is no tensor is the one that the model was given."""
+    """Return whether a value that is not a tensor equals the one that the model was given."""
     if isinstance(value, bool | int | float | str | type(None)):
         return type(value) is type(expected) and (value == expected or value != value)
     return type(value) is type(expected)

@@ -1,4 +1,4 @@
-"""What a block will return, found by running its code on the ``meta`` device."""
+"""Predict the output of a block by running its code on the ``meta`` device."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,43 +16,43 @@ from strategies.pipeline.stage.microbatch.split import freeze
 
 
 class ExpectedOutputs:
-    """Finds out what blocks return, and remembers it.
+    """Predicts the outputs of blocks, and caches the results.
 
     Args:
         blocks: The blocks.
-        path: Their dotted path in the model, for messages.
+        path: Dotted path of the blocks in the model, for messages.
     """
 
     def __init__(self, blocks: nn.ModuleList, path: str) -> None:
         self._blocks, self.path = blocks, path
         self._known: dict[Any, _Known] = {}
-        """By block and the kinds of its arguments."""
+        """The known outputs, by block and kinds of arguments."""
 
     def of(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> tuple[Any, bool]:
-        """Find out how the output of a block is nested, and the shapes of the tensors in it, without running the block.
+        """Return the nesting of a block's output and the shapes of its tensors, without running the block on values.
 
         The block's code runs on the ``meta`` device, once for each combination of kinds of arguments.
 
         Args:
             name: The name of the block.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-            leaves: The leaves of both.
+            args: The positional arguments.
+            kwargs: The keyword arguments.
+            leaves: The leaves of all arguments.
 
         Returns:
-            The output, with tensors on the ``meta`` device; and whether it is a guess, because the code needs values: a
-            tensor like the first one among the arguments.
+            The output, with tensors on the ``meta`` device, and whether it is a guess. If the code needs values, the
+            guess is a tensor like the first floating-point tensor among the arguments.
 
         Raises:
-            RuntimeError: If no argument is a tensor of floating-point numbers, or if the block changes an object among
-                its arguments.
+            RuntimeError: If no argument is a floating-point tensor, or if the block changes an object among its
+                arguments.
         """
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         first = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
         if first is None:
             raise RuntimeError(
-                f"block {self.path}.{name} got no tensor of floating-point numbers, so what it returns is not known "
-                "before it runs; give it the hidden state as its first argument"
+                f"block {self.path}.{name} got no floating-point tensor, so its output is not known before it runs; "
+                "pass the hidden state as its first argument"
             )
         kinds = [(leaf.dim(), leaf.dtype) if isinstance(leaf, Tensor) else _constant(leaf) for leaf in leaves]
         nesting = [type(value) for value in args], *((argument, type(value)) for argument, value in kwargs.items())
@@ -65,11 +65,11 @@ class ExpectedOutputs:
             objects = {argument: freeze(leaf) for argument, leaf in objects_of(args, kwargs)}
             found = _on_meta(block, args, kwargs)
             for argument, leaf in objects_of(args, kwargs):
-                if freeze(leaf) != objects[argument]:  # which now holds tensors without values
+                if freeze(leaf) != objects[argument]:  # the object now holds tensors without values
                     raise changed_argument(f"{self.path}.{name}", argument, type(leaf).__name__)
             given = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
             is_like_first = all((leaf.shape, leaf.dtype) == (first.shape, first.dtype) for leaf in given)
-            # Of two arguments alike, either may be the one that the output is like.
+            # If two arguments have this shape and dtype, the output may follow either of them.
             is_like_first &= sum((t.shape, t.dtype) == (first.shape, first.dtype) for t in tensors) == 1
             known = self._known[key] = _Known(found, shapes, is_like_first)
         if known.output is None:
@@ -80,13 +80,13 @@ class ExpectedOutputs:
 
 @dataclass(frozen=True)
 class _Known:
-    """What a block returns for some kinds of arguments.
+    """The output of a block for certain kinds of arguments.
 
     Attributes:
         output: The output on the ``meta`` device, in a tuple; ``None`` if the code needs values.
-        shapes: The shapes of the arguments for which this is known.
-        is_like_first: Whether every tensor has the shape and dtype of the first one among the arguments, as is then
-            taken to hold for other shapes too.
+        shapes: The shapes of the arguments that gave this output.
+        is_like_first: Whether every tensor has the shape and dtype of the first floating-point argument. This is then
+            assumed for other shapes as well.
     """
 
     output: tuple[Any] | None
@@ -95,7 +95,7 @@ class _Known:
 
 
 def _constant(leaf: Any) -> Any:
-    """What of an argument that is not a tensor may decide what a block returns."""
+    """Return the part of an argument that is not a tensor that may determine the output of a block."""
     return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf)
 
 
@@ -113,7 +113,7 @@ def _on_meta(block: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tu
             for module in modules:
                 vars(module).pop(CALL_ATTRIBUTE, None)
             output = torch.func.functional_call(block, tensors, given, named)
-    except Exception:  # whatever the code raises that finds no values
+    except Exception:  # code that needs values may raise any exception
         return None
     if any(isinstance(leaf, Tensor) and not leaf.is_meta for leaf in tree_leaves(output)):
         return None

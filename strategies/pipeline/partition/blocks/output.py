@@ -1,4 +1,4 @@
-"""The output of a block before the block has run, as the model's own code sees it."""
+"""The output of a block before the block has run, as the model's code sees it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -20,26 +20,26 @@ _READS = frozenset(
     *(Tensor.is_floating_point, Tensor.is_complex, Tensor.__repr__),
     *(torch.is_floating_point, torch.is_complex, torch.numel),
 }
-"""What can be read of an output before the block has run."""
+"""The attributes that can be read from an output before the block has run."""
 
 
 class DeferredOutput(Tensor):
-    """Stands for a tensor that a block will return. Until the blocks have run, only its shape, dtype and device exist.
+    """Represents a tensor that a block will return. Until the blocks have run, only shape, dtype and device exist.
 
-    Once the last block has been called, every operation uses the value.
+    After the call of the last block, every operation uses the value.
 
     Args:
         like: A tensor with the shape, dtype and device; it may be on the ``meta`` device.
         device: The device of the value.
-        slot: The place of the value in the table of the recording.
-        description: What the tensor is, for messages.
+        slot: The index of the value in the table of the recording.
+        description: A description of the tensor for messages.
     """
 
     slot: int
     description: str
     value: Tensor | None
     ended: str
-    """Why there will be no value; empty as long as there may be one."""
+    """Why there will be no value; empty while a value may still follow."""
 
     @staticmethod
     def __new__(cls, like: Tensor, device: torch.device, slot: int, description: str) -> "DeferredOutput":
@@ -64,9 +64,9 @@ class DeferredOutput(Tensor):
     __torch_dispatch__ = cast(Any, staticmethod(lambda func, types, args, kwargs: _run_on_values(func, args, kwargs)))
 
     def refusal(self, func: Any) -> RuntimeError:
-        """Return the error for an operation on a value that is not there."""
+        """Return the error for an operation on a value that does not exist yet."""
         operation = getattr(func, "__name__", str(func))
-        if operation == "__get__":  # a property of a tensor
+        if operation == "__get__":  # the operation reads a property of a tensor
             operation = getattr(getattr(func, "__self__", None), "__name__", operation)
         return RuntimeError(
             f"the model uses {self.description} in {operation}, but "
@@ -77,7 +77,7 @@ class DeferredOutput(Tensor):
 
 
 def _waiting(args: Sequence[Any], kwargs: Mapping[str, Any]) -> DeferredOutput | None:
-    """Return a deferred output without a value among the arguments of an operation."""
+    """Return the first deferred output without a value among the arguments of an operation."""
     leaves = tree_leaves((tuple(args), dict(kwargs)))
     return next((leaf for leaf in leaves if isinstance(leaf, DeferredOutput) and leaf.value is None), None)
 

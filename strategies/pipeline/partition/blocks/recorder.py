@@ -1,10 +1,10 @@
-"""Records the calls of blocks while the model's own code runs, and runs them as one pass over the stages.
+"""Record the calls of blocks while the model's code runs, and run them as one pass through the stages.
 
     for block in self.layers:              call of block 0      recorded, returns a deferred output
         hidden = block(hidden, mask)       call of block 1      recorded, returns a deferred output
     hidden = self.norm(hidden)             call of the last     runs all of them, returns the output
 
-What the model does before, between and after the calls runs on the driver, as it stands.
+The model's code before, between and after the calls runs on the driver, unchanged.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -58,15 +58,15 @@ FindRows = Callable[[], list[bool] | None]
 """Returns for each entry of the table whether it has rows; ``None`` if the batch cannot be split."""
 
 Run = Callable[[Value, FindRows], tuple[Any, list[Any]]]
-"""Runs the value through all stages; returns the output of the last block and the returned table entries."""
+"""Runs a value through all stages. Returns the output of the last block and the returned table entries."""
 
 
 _MANY = 1000
-"""Number of plans that are remembered; models have a few."""
+"""Maximum number of cached plans. Models use a few."""
 
 
 class _Left(Enum):
-    """What a micro-batch has in place of a tensor that cannot be joined; plain, so that it passes through a stage."""
+    """Takes the place of a tensor that cannot be joined over micro-batches. A plain value, so that stages accept it."""
 
     OUT = "left out"
 
@@ -81,12 +81,12 @@ class _ReachedLastBlock(BaseException):
 
 @dataclass
 class _OuterCall:
-    """A call in progress of code that calls the blocks: a module that contains the list, or a step of the training.
+    """A call in progress of code that calls the blocks: of a module that contains the list, or of a training step.
 
     Attributes:
-        repeat: What a probe calls.
+        repeat: The function that a probe calls.
         arguments: Positional and keyword arguments.
-        has_run: Whether a pass of the blocks has run within the call, so that a probe would not come to the next one.
+        has_run: Whether a pass of the blocks has run within the call. A probe would not reach the next pass.
     """
 
     repeat: Callable[..., Any]
@@ -94,20 +94,20 @@ class _OuterCall:
     has_run: bool = False
 
     def num_rows(self) -> int:
-        """Return the number of rows; that of tensors within objects if there are no others. 0 if nothing has rows."""
+        """Return the number of rows of the tensors, or of tensors within objects; 0 if there are no rows."""
         return num_rows(self.arguments) or num_rows(pack_objects(self.arguments))
 
 
 class DeferredBlocks:
-    """Takes over the calls of the blocks in an ``nn.ModuleList`` between :meth:`start` and :meth:`end`.
+    """Intercepts the calls of the blocks in an ``nn.ModuleList`` between :meth:`start` and :meth:`end`.
 
     Args:
         blocks: The list.
         run: Runs the recorded calls.
         path: The dotted path of the list in ``model``.
-        model: The whole model. The calls of the modules that contain the list tell how many rows a batch has; so does
-            :meth:`step`, for blocks that are called elsewhere.
-        order: The names of the blocks in the order in which the model calls them; by default that of the list.
+        model: The whole model. The arguments of the modules that contain the list show how many rows a batch has. For
+            blocks that are called elsewhere, the arguments of :meth:`step` show this.
+        order: The names of the blocks in the order in which the model calls them; by default the order of the list.
     """
 
     def __init__(
@@ -126,19 +126,19 @@ class DeferredBlocks:
         self._outer_calls: list[_OuterCall] = []
         """Calls in progress of modules that contain the list, the outermost one first."""
         self._step: _OuterCall | None = None
-        """The step of the training in progress, which may call the blocks itself."""
+        """The training step in progress, which may call the blocks itself."""
         self._rows: dict[Any, tuple[Rows | None, str]] = {}
-        """What has rows, or why that is not clear, by the arguments of all blocks and their kinds."""
+        """Which values have rows, or why this is not clear, by the arguments of all blocks and their kinds."""
         self._left_out: dict[bytes, list[int]] = {}
-        """By plan, the tensors in the output of the last block that cannot be joined over micro-batches."""
+        """For each plan, the tensors in the output of the last block that cannot be joined over micro-batches."""
         self._split: Rows | None = None
-        """What has rows in the current pass, if it is split."""
+        """Which values have rows in the current pass, if it is split."""
         self._parts: list[tuple[Any, list[Any]]] = []
         """The outputs of the micro-batches of the current pass."""
         self._ending = ExitStack()
 
     def start(self) -> None:
-        """Take over the calls of all blocks."""
+        """Start to intercept the calls of all blocks."""
         for name, block in self._blocks._modules.items():
             assert block is not None
             call = not_compiled(partial(self._called, name, call_of_module(block)))
@@ -148,7 +148,7 @@ class DeferredBlocks:
             self._ending.callback(replaced(module, CALL_ATTRIBUTE, outer))
 
     def end(self) -> None:
-        """Give the blocks their own calls back."""
+        """Stop intercepting calls."""
         self._ending.close()
         self._recording, self._parts, self._split = None, [], None
 
@@ -163,7 +163,7 @@ class DeferredBlocks:
         if self._names[-1] not in layers._modules:
             return output
         trains = torch.is_grad_enabled() or is_checkpointing() or is_recomputing()
-        if trains and (left_out := self._left_out.get(value[1])):  # the same in the recomputation
+        if trains and (left_out := self._left_out.get(value[1])):  # the recomputation replaces the same tensors
             output = with_tensors_replaced(output[0], left_out, lambda tensor: _Left.OUT), output[1]
         if not is_recomputing():
             self._parts.append(output)
@@ -184,15 +184,15 @@ class DeferredBlocks:
 
     @contextmanager
     def step(self, repeat: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-        """Within this runs a step of the training, which may call the blocks outside of any module's call.
+        """Context for a training step, which may call the blocks outside of any module's call.
 
         Args:
-            repeat: Runs the code of the step once more, with some of the rows, and without lasting effects outside of
-                the model's modules.
+            repeat: Runs the code of the step again, with some of the rows, and without lasting effects outside of the
+                model's modules.
             args: The positional arguments of the step.
-            kwargs: Its keyword arguments.
+            kwargs: The keyword arguments of the step.
         """
-        # The step may take entries out of its batch.
+        # The containers are copied, because the step may remove entries from its batch.
         self._step = _OuterCall(repeat, tree_unflatten(*tree_flatten((args, kwargs))))
         try:
             yield
@@ -200,7 +200,7 @@ class DeferredBlocks:
             self._step = None
 
     def _called(self, name: str, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Record a call of a block by the model, or run one that a stage makes."""
+        """Record a call of a block by the model, or run a call of a block by a stage."""
         if self._in_stage:
             return own(*args, **kwargs)
         recording = self._recording
@@ -230,7 +230,7 @@ class DeferredBlocks:
         return output
 
     def _not_joined(self, name: str) -> DeferredOutput:
-        """Return what stands in place of a tensor of the last block's output that has no rows."""
+        """Return the replacement of a tensor without rows in the last block's output."""
         made = DeferredOutput(
             torch.empty(0, device="meta"), self._device(), -1, f"an output of block {self.path}.{name}"
         )
@@ -238,7 +238,7 @@ class DeferredBlocks:
         return made
 
     def _can_be_joined(self, slot: int, k: int) -> bool:
-        """Return whether the ``k``-th returned entry of the table, of a slot, is right for the whole batch."""
+        """Return whether the ``k``-th returned table entry, with index ``slot``, can be joined to that of the batch."""
         if len(self._parts) < 2 or self._split is None:
             return True
         if self._split.is_joined is not None and slot in self._split.is_joined:
@@ -247,7 +247,7 @@ class DeferredBlocks:
         return all(are_rows(column, self._split.sizes(len(self._parts))) for column in columns)
 
     def _check_last_output(self, name: str) -> None:
-        """Check the output of the last block, of a batch that was split, if it was not known in advance."""
+        """If a batch was split and the output of the last block was not known in advance, check this output."""
         if len(self._parts) < 2 or self._split is None or self._split.last is not None:
             return
         for (output, _), size in zip(self._parts, self._split.sizes(len(self._parts)), strict=True):
@@ -262,7 +262,7 @@ class DeferredBlocks:
         """Decide which tensors of a recording have rows.
 
         Raises:
-            RuntimeError: If that is not clear in a pass that trains; another pass runs as one micro-batch then.
+            RuntimeError: If this is not clear in a training pass. Other passes then run as one micro-batch.
         """
         outer, rows = self._outer_call()
         if rows == 1:
@@ -278,7 +278,7 @@ class DeferredBlocks:
             if found is not None:
                 self._split = replace(found, rows=rows)
                 if found.last is not None and not all(found.last):
-                    if len(self._left_out) > _MANY:  # passes so long ago have ended
+                    if len(self._left_out) > _MANY:  # old passes have ended
                         self._left_out.clear()
                     self._left_out[plan] = [k for k, has_rows in enumerate(found.last) if not has_rows]
                 return found.table
@@ -293,9 +293,9 @@ class DeferredBlocks:
         return self._outer_calls + ([self._step] if self._step is not None else [])
 
     def _outer_call(self) -> tuple[_OuterCall | None, int]:
-        """Return a call with rows, and their number: that of the outermost module, or else the step.
+        """Return a call with rows and its number of rows: the call of the outermost module, or the training step.
 
-        One in which no pass has run comes first, because a probe gets no further than to the first pass.
+        Prefers a call in which no pass has run, because a probe stops at the first pass.
         """
         found: tuple[_OuterCall | None, int] = None, 0
         for call in self._calls_in_progress():
@@ -306,9 +306,9 @@ class DeferredBlocks:
         return found
 
     def _evidence(self, recording: RecordedCalls, outer: _OuterCall, rows: int) -> tuple[Rows | None, str]:
-        """Return what has rows, found by calls with half of the rows; or ``None`` and why that is not clear."""
+        """Find out which values have rows by calls with half of the rows. Returns ``None`` and a reason if unclear."""
         if outer.has_run:
-            return None, "the model has called the blocks before in the same call, with other kinds of arguments"
+            return None, "the model has called the blocks before in the same call, with different kinds of arguments"
         arguments = pack_objects(outer.arguments)
         if (square := square_in(arguments, rows)) is not None:
             return None, f"the model got a tensor of shape {list(square.shape)}, which may have rows or positions"
@@ -326,9 +326,9 @@ class DeferredBlocks:
     def _compared(
         self, recording: RecordedCalls, probe: RecordedCalls, rows: int, probe_rows: int
     ) -> tuple[Rows | None, str]:
-        """Decide by the recordings of two calls."""
+        """Compare the recordings of two calls."""
         if recording.users() != probe.users():
-            return None, "with half of the rows the blocks get other numbers of tensors"
+            return None, "with half of the rows the blocks get a different number of tensors"
         if (changed := recording.differs_from(probe)) is not None:
             return None, f"{changed} depends on the number of rows"
         found = decide(recording.table, probe.table, rows, probe_rows)
@@ -338,10 +338,10 @@ class DeferredBlocks:
         last, last_of_probe = (self._expected.of(self._names[-1], *one.last_arguments) for one in (recording, probe))
         shapes, probe_shapes = ([t.shape for t in tensors_in(one[0])] for one in (last, last_of_probe))
         if len(shapes) != len(probe_shapes):
-            return None, f"what block {self.path}.{self._names[-1]} returns depends on the number of rows"
+            return None, f"the output of block {self.path}.{self._names[-1]} depends on the number of rows"
         follow = [all_follow([one], [two], rows, probe_rows) for one, two in zip(shapes, probe_shapes, strict=True)]
         if not last[1] and not any(follow[:1]):
-            return None, f"what block {self.path}.{self._names[-1]} returns has not one row per sample"
+            return None, f"the output of block {self.path}.{self._names[-1]} does not have one row per sample"
         is_joined = {
             slot: all_follow([shape], [probe.shapes[slot]], rows, probe_rows)
             for slot, shape in recording.shapes.items()
@@ -349,7 +349,7 @@ class DeferredBlocks:
         return Rows([bool(has_rows) for has_rows in found], is_joined, None if last[1] else follow), ""
 
     def _probe(self, repeat: Callable[..., Any], arguments: Any) -> "RecordedCalls | str":
-        """Return the recording of a call, or why that call fails."""
+        """Return the recording of a call, or why the call fails."""
         assert self._model is not None
         inside = set(self._blocks.modules())
         outside = [module for module in self._model.modules() if module not in inside]
@@ -361,12 +361,12 @@ class DeferredBlocks:
                 repeat(*args, **kwargs)
         except _ReachedLastBlock as reached:
             return reached.recording
-        except Exception as error:  # whatever the model raises that cannot run with other shapes
+        except Exception as error:  # a model that cannot run with other shapes may raise any exception
             return f"{type(error).__name__}: {error}"
         finally:
             random_state.restore()
             self._outer_calls, self._step, self._is_probing, self._recording = calls, step, False, None
-        return "it does not call all blocks then"
+        return "it does not call all blocks"
 
     def _device(self) -> torch.device:
         return next((p.device for p in self._blocks.parameters() if not p.is_meta), torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""The recorded calls of one pass: what of it travels through the stages, and what cannot be deferred."""
+"""The recorded calls of one pass: the values that the stages pass on, and the calls that cannot be deferred."""
 
 import pickle
 import sys
@@ -20,10 +20,10 @@ from strategies.pipeline.stage.layers import PassContext
 from strategies.pipeline.stage.microbatch.split import is_object, pack_objects
 
 NOT_JOINED = (
-    "it has not one row per sample, or that is not clear, so its values for the micro-batches cannot be joined. Use "
-    "schedule='1f1b'"
+    "it does not have one row per sample, or this is not clear, so its values for the micro-batches cannot be joined. "
+    "Use schedule='1f1b'"
 )
-"""Why a deferred output of a batch that was split has no value."""
+"""Why a deferred output of a split batch has no value."""
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -41,29 +41,29 @@ class RecordedCalls:
         self._path, self.names, self._blocks = path, names, blocks
         self._calls: dict[str, BlockCall] = {}
         self.table: list[Any] = []
-        """The tensors that are given from outside; ``None`` for those that blocks will return."""
+        """The tensors that the model passes to blocks; ``None`` for tensors that blocks will return."""
         self.hidden_slot = -1
         """The slot of the hidden state that the first block gets."""
         self.shapes: dict[int, torch.Size] = {}
-        """For each slot of an output, the shape that the model was told."""
+        """For each slot of an output, the shape that the model was given."""
         self.last_arguments: tuple[tuple[Any, ...], dict[str, Any], list[Any]] = ((), {}, [])
         """The arguments of the last block, and their leaves."""
         self._originals: dict[int, Tensor] = {}
-        """Tensors of inference mode, which do not count their changes; the table has copies."""
+        """Inference tensors, which have no count of in-place changes. The table has copies of them."""
         self._slots: dict[int, int] = {}
-        """The slot of each tensor that is given from outside, by identity; the table keeps it alive."""
+        """The slot of each tensor that the model passes, by identity. The table keeps the tensors alive."""
         self._num_changes: dict[int, int] = {}
-        """For each such slot, how often the tensor had been changed in place when a block first got it."""
+        """For each of these slots, the tensor's number of in-place changes when a block first got it."""
         self._settings: tuple[bool, PassContext] | None = None
         """The settings under which the first block was called."""
         self._outputs: list[ref[DeferredOutput]] = []
         self._last_use: dict[int, str] = {}
         self._users: dict[int, tuple[str, str]] = {}
-        """For each slot, the first block that takes it, and the argument."""
+        """For each slot, the first block that takes the tensor, and the argument."""
         self._last_output: Any = None
         self.returned: list[int] = []
         self._captured: list[tuple[int, MutableMapping[str, Any]]] = []
-        """For each block in which something is captured, its slot and where it goes."""
+        """For each block with captured outputs, the slots and destinations of these outputs."""
 
     def record(
         self,
@@ -75,10 +75,10 @@ class RecordedCalls:
         """Record a call.
 
         Returns:
-            Whether it was that of the last block.
+            Whether this was the call of the last block.
 
         Raises:
-            RuntimeError: If another block should have been called, or an argument cannot be sent to another process.
+            RuntimeError: If this is not the next block in order, or an argument cannot be sent to another process.
         """
         self._check_order(name)
         block = f"{self._path}.{name}"
@@ -137,7 +137,7 @@ class RecordedCalls:
         return False
 
     def _hidden_slot(self, kwargs: Mapping[str, Any], given: Sequence[Any]) -> int:
-        """Return the slot of the hidden state: ``hidden_states``, or else the first floating-point tensor."""
+        """Return the slot of the hidden state: ``hidden_states``, or otherwise the first floating-point tensor."""
         named = kwargs.get("hidden_states")
         candidates = [named] if isinstance(named, Tensor) else [leaf for leaf in given if isinstance(leaf, Tensor)]
         floating = [tensor for tensor in candidates if tensor.is_floating_point()]
@@ -145,11 +145,11 @@ class RecordedCalls:
         return tensor.slot if isinstance(tensor, DeferredOutput) and tensor.value is None else self._slots[_id(tensor)]
 
     def users(self) -> tuple[tuple[int, str, str], ...]:
-        """Return for each slot the first block that takes it, and the argument."""
+        """Return for each slot the first block that takes the tensor, and the argument."""
         return tuple((slot, *user) for slot, user in sorted(self._users.items()))
 
     def differs_from(self, other: "RecordedCalls") -> str | None:
-        """Return which argument that is not a tensor differs from that of another recording; ``None`` if none does."""
+        """Return an argument that is not a tensor and differs from ``other``; ``None`` if there is none."""
         for name, call in self._calls.items():
             leaves, spec = tree_flatten(call.arguments)
             others, other_spec = tree_flatten(other._calls[name].arguments)
@@ -162,20 +162,20 @@ class RecordedCalls:
         return None
 
     def _capture(self, name: str, args: tuple[Any, ...]) -> dict[str, Any]:
-        """Note what hooks of ``transformers`` would capture in a block."""
+        """Record the outputs that hooks of ``transformers`` would capture in a block."""
         collector = active_collector()
         captures = captures_in(self._blocks.get_submodule(name), collector) if collector is not None else []
         if collector is None or not captures:
             return {}
         if name == self.names[0] and args and any((c.path, c.key) == ("", "hidden_states") for c in captures):
-            collect(collector, {"hidden_states": [args[0]]})  # the hidden state that enters the blocks is one too
+            collect(collector, {"hidden_states": [args[0]]})  # includes the input of the blocks
         slot = TableEntry(len(self.table))
         self.table.append(None)
         self._captured.append((slot.number, collector))
         return {"captures": captures, "captured": slot}
 
     def last_output(self) -> Any:
-        """Return the output of the last recorded call, with deferred outputs; only once."""
+        """Return the output of the last recorded call, with deferred outputs. Can be called once."""
         output, self._last_output = self._last_output, None
         return output
 
@@ -192,8 +192,8 @@ class RecordedCalls:
             return
         if not self._calls and name == self.names[-1]:
             raise RuntimeError(
-                f"the model calls block {self._path}.{name} first and so runs its blocks in the order opposite to that "
-                "of the stages. Set `self.example_input_array` on the LightningModule, so that the order is known "
+                f"the model calls block {self._path}.{name} first and so runs its blocks in the reverse order of the "
+                "stages. Set `self.example_input_array` on the LightningModule, so that the order is known "
                 "before the blocks are sent to their processes."
             )
         called = ", ".join(self._calls) or "none"
@@ -205,16 +205,16 @@ class RecordedCalls:
         )
 
     def _check_settings(self, block: str) -> None:
-        """Check that a block is called under the settings of the first one, which no ``checkpoint`` of torch calls."""
+        """Check that all blocks run under the same settings, and that no ``torch.utils.checkpoint`` calls the first."""
         settings = torch.is_grad_enabled(), PassContext.capture(self._device_type())
         if self._settings is None:
             self._settings = settings
             _refuse_checkpoint_around(block)
         if settings != self._settings:
-            what = "grad mode" if settings[0] != self._settings[0] else "autocast, or another setting of torch"
+            what = "grad mode" if settings[0] != self._settings[0] else "autocast or other setting"
             raise RuntimeError(
-                f"block {block} is called under another {what} than block {self._path}.{self.names[0]}; all blocks of "
-                "a pass run under the same settings. Freeze blocks by requires_grad_(False) instead of no_grad, and "
+                f"block {block} is called under a different {what} than block {self._path}.{self.names[0]}; all blocks "
+                "of a pass run under the same settings. Freeze blocks by requires_grad_(False) instead of no_grad, and "
                 "enter other settings within the block."
             )
 
@@ -229,11 +229,11 @@ class RecordedCalls:
     def _was_changed(self, slot: int) -> RuntimeError:
         return RuntimeError(
             f"the model has changed {self.describe(slot)} in place after it called the block; the blocks run later "
-            "and would get the changed value. Give each block a tensor of its own."
+            "and would get the changed value. Give each block a separate tensor."
         )
 
     def _slot_of(self, block: str, argument: str, tensor: Tensor) -> tuple[int, bool]:
-        """Return the slot of a tensor, and whether the tensor is given from outside."""
+        """Return the slot of a tensor, and whether the model passes the tensor from outside of the blocks."""
         if isinstance(tensor, DeferredOutput):
             if self._made(tensor):
                 return tensor.slot, False
@@ -250,7 +250,7 @@ class RecordedCalls:
         return self._slots[_id(tensor)], True
 
     def value(self) -> Value:
-        """Return what travels through the stages.
+        """Return the value that the stages pass on.
 
         Raises:
             RuntimeError: If the model has changed an argument of a block in place.
@@ -276,11 +276,11 @@ class RecordedCalls:
         return self.table, cloudpickle.dumps(plan, protocol=pickle.HIGHEST_PROTOCOL)
 
     def give_values(self, returned: Sequence[Any], joined: Sequence[bool]) -> None:
-        """Give the deferred outputs their values.
+        """Set the values of the deferred outputs.
 
         Args:
             returned: The values of the slots that the plan returns.
-            joined: For each, whether the values of the micro-batches could be joined to one of the batch.
+            joined: For each slot, whether the values of the micro-batches could be joined to a value of the batch.
         """
         self.table = []
         values = dict(zip(self.returned, zip(returned, joined, strict=True), strict=True))
@@ -288,8 +288,8 @@ class RecordedCalls:
             captured, is_of_batch = values[slot]
             if not is_of_batch:
                 raise RuntimeError(
-                    f"the {' and '.join(captured)} of the blocks in {self._path} have not one row per sample, so those "
-                    "of the micro-batches cannot be joined. Use schedule='1f1b'."
+                    f"the {' and '.join(captured)} of the blocks in {self._path} do not have one row per sample, so "
+                    "their values for the micro-batches cannot be joined. Use schedule='1f1b'."
                 )
             collect(collector, captured)
         for made in self._outputs:
@@ -302,26 +302,26 @@ class RecordedCalls:
                 deferred.ended = NOT_JOINED
 
     def describe(self, slot: int) -> str:
-        """Return which argument has a slot."""
+        """Describe the argument with a slot."""
         block, argument = self._users[slot]
         return f"argument {argument!r} (shape {list(self.table[slot].shape)}) of block {block}"
 
     def abandon(self, reason: str) -> None:
-        """Tell the deferred outputs that they get no values."""
+        """Record in the deferred outputs that they get no values."""
         for made in self._outputs:
             if (deferred := made()) is not None:
                 deferred.ended = reason
 
 
 def _refuse_checkpoint_around(block: str) -> None:
-    """Refuse a call by ``torch.utils.checkpoint``, which leaves no trace but its frame on the stack."""
+    """Refuse a call by ``torch.utils.checkpoint``, which only a frame on the stack shows."""
     frame: Any = sys._getframe()
     while frame is not None:
         if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
             raise RuntimeError(
                 f"block {block} is called within torch.utils.checkpoint, which would call it a second time in the "
-                "backward pass. Switch that off in the model, and choose RPCSequentialStrategy(checkpoint=...); or "
-                "use torch.utils.checkpoint within the block."
+                "backward pass. Disable it in the model, and set RPCSequentialStrategy(checkpoint=...); or use "
+                "torch.utils.checkpoint within the block."
             )
         frame = frame.f_back
 

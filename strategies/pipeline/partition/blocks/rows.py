@@ -1,8 +1,8 @@
-"""Which arguments of blocks have one row per sample, when a whole batch is split into micro-batches.
+"""Decide which arguments of blocks have one row per sample, to split a whole batch into micro-batches.
 
-A shape alone does not tell: a mask of shape ``[8, 8]`` may have rows of a batch of 8, or positions. The evidence is a
-second call of the model with fewer rows: a tensor has rows if its first dimension changes from the number of rows of
-the one call to that of the other. Tensors that stay as they are, are given whole to every micro-batch.
+The shape does not suffice: a mask of shape ``[8, 8]`` may have the rows of a batch of 8, or positions. The evidence is
+a second call of the model with fewer rows: a tensor has rows if its first dimension equals the number of rows in both
+calls. Every micro-batch gets the whole of a tensor whose shape is the same in both calls.
 """
 
 from collections import Counter
@@ -21,7 +21,7 @@ Key = tuple[tuple[Any, ...] | None, ...]
 
 @dataclass(frozen=True)
 class Rows:
-    """What has rows in a batch that is split.
+    """Which values of a split batch have rows.
 
     Attributes:
         table: For each entry of the table, whether it has rows.
@@ -46,15 +46,15 @@ class Rows:
 
 
 def num_rows(arguments: Any) -> int:
-    """Return the number of rows that most tensors in the arguments of a model have; 0 if it gets no such tensor."""
+    """Return the most frequent number of rows of the tensors in the arguments of a model; 0 if there are none."""
     sizes = Counter(leaf.shape[0] for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor) and leaf.dim())
     return max(sizes, key=lambda size: (size > 1, sizes[size]), default=0)
 
 
 def with_rows(arguments: Any, rows: int, part: slice) -> Any:
-    """Return a copy of the arguments, with some rows of each tensor that has ``rows`` of them.
+    """Return a copy of the arguments, with some rows of each tensor that has ``rows`` rows.
 
-    A tensor that is among the arguments twice is so in the copy.
+    A tensor that occurs twice in the arguments also occurs twice in the copy.
     """
     copies: dict[int, Tensor] = {}
 
@@ -68,9 +68,9 @@ def with_rows(arguments: Any, rows: int, part: slice) -> Any:
 
 
 def square_in(arguments: Any, rows: int) -> Tensor | None:
-    """Return a tensor of shape ``[rows, rows]`` beside others with rows: a mask or a bias, of rows or of positions.
+    """Return a tensor of shape ``[rows, rows]``, a mask or a bias, if it is not clear whether it has rows or positions.
 
-    Tensors of integers, such as token ids, and a tensor that is the only one with rows, have rows.
+    Integer tensors, such as token ids, have rows. So does a tensor that is the only one with this number of rows.
     """
     having = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor) and leaf.shape[:1] == (rows,)]
     squares = [leaf for leaf in having if leaf.shape == (rows, rows)]
@@ -78,26 +78,26 @@ def square_in(arguments: Any, rows: int) -> Tensor | None:
     return masks[-1] if masks and len(having) > 1 else None
 
 
-def all_follow(shapes: Sequence[torch.Size], others: Sequence[torch.Size], rows: int, other_rows: int) -> bool:
+def all_follow(shapes: Sequence[torch.Size], probe_shapes: Sequence[torch.Size], rows: int, probe_rows: int) -> bool:
     """Return whether the first dimension of each tensor is a multiple of the number of rows, in two calls."""
-    return len(shapes) == len(others) and all(
+    return len(shapes) == len(probe_shapes) and all(
         len(one) > 0
         and one[1:] == other[1:]
         and one[0] != other[0]
         and one[0] % rows == 0
-        and one[0] * other_rows == other[0] * rows
-        for one, other in zip(shapes, others, strict=True)
+        and one[0] * probe_rows == other[0] * rows
+        for one, other in zip(shapes, probe_shapes, strict=True)
     )
 
 
 def decide(table: Sequence[Any], probe: Sequence[Any], rows: int, probe_rows: int) -> list[bool | None]:
-    """Return for each entry of a table whether it has rows; ``None`` if that cannot be told.
+    """Return for each entry of a table whether it has rows; ``None`` if this is not clear.
 
     Args:
-        table: The tensors of a call with ``rows`` rows; entries that are not tensors have none.
-        probe: Those of a call with ``probe_rows`` rows.
-        rows: Number of rows.
-        probe_rows: Another number of rows.
+        table: The tensors of a call with ``rows`` rows. Entries that are not tensors have no rows.
+        probe: The tensors of a call with ``probe_rows`` rows.
+        rows: The number of rows of the first call.
+        probe_rows: The number of rows of the second call.
     """
     if len(table) != len(probe):
         return [None] * len(table)
@@ -114,9 +114,9 @@ def _decide(one: Any, other: Any, rows: int, probe_rows: int) -> bool | None:
 
 
 def kinds_of(table: Sequence[Any], rows: int) -> Key:
-    """Return a key for which decisions hold: for each tensor the dtype, the number of dimensions and the first size.
+    """Return a cache key for decisions: for each tensor the dtype, the number of dimensions and the first size.
 
-    A first size of ``rows`` is replaced by -1, so that the key does not depend on the size of the batch.
+    A first size of ``rows`` becomes -1, so that the key does not depend on the size of the batch.
     """
     return tuple(_kind_of(leaf, rows) if isinstance(leaf, Tensor) else None for leaf in table)
 
@@ -142,7 +142,7 @@ def are_rows(parts: Sequence[Tensor], rows: Sequence[int]) -> bool:
 
 
 def with_tensors_replaced(value: Any, places: Sequence[int], replace: Callable[[Tensor], Any]) -> Any:
-    """Return a value in which the tensors at some places, counted among all its tensors, are replaced."""
+    """Replace the tensors of a value whose indices among all its tensors are in ``places``."""
     leaves, spec = tree_flatten(value)
     tensors = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     for place in (tensors[k] for k in places):

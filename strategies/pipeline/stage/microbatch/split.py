@@ -1,4 +1,4 @@
-"""Micro-batches: splitting values and batches into them, packing objects, and merging outputs.
+"""Split values and batches into micro-batches, pack objects, and merge outputs.
 
     whole batch  ──split_batch──▶ a batch per micro-batch          for training_step once per micro-batch (``1f1b``)
     input        ──split──▶ a value per micro-batch ── stages ──▶ merge ──▶ output of the batch       (``gpipe``)
@@ -8,8 +8,8 @@ leaf that pytrees do not look into. :func:`pack_objects` replaces the object by 
 
     (x, Cache(keys=k, values=v, length=3))  ──pack──▶  (x, Packed(k, v; pickled rest))  ──unpack──▶  (x, another Cache)
 
-So a stage sends, differentiates and recomputes these tensors like any other tensor of the value. Each micro-batch has
-its own object, and so does each recomputation: a layer that changes the object changes no other one.
+So a stage sends, differentiates and recomputes these tensors like any other tensor of the value. Each micro-batch and
+each recomputation gets a separate object, so a layer that changes the object does not affect any other micro-batch.
 """
 
 import copy
@@ -43,7 +43,7 @@ from strategies.common.torch_compat import (
 class NoChunk(Tensor):
     """Marks a tensor among the inputs of a pipeline that every micro-batch gets whole, such as a mask for all rows.
 
-    Its gradients are summed over the micro-batches. It is a view of the tensor: where nothing is split (in one process,
+    Its gradients are summed over the micro-batches. It is a view of the tensor: if nothing is split (in one process,
     under DDP), layers use it like the tensor itself.
 
     Args:
@@ -89,7 +89,7 @@ class NoChunk(Tensor):
 
 
 _CONVERSIONS = ("to", "cuda", "cpu", "half", "bfloat16", "float", "double", "detach", "clone", "pin_memory")
-"""Methods that return a :class:`NoChunk` for a :class:`NoChunk`, such as those with which trainers move a batch."""
+"""Methods that return a :class:`NoChunk` for a :class:`NoChunk`, such as the methods that move a batch."""
 
 
 def plain(leaf: Any) -> Any:
@@ -173,7 +173,7 @@ def _merge_leaves(column: list[Any]) -> Any:
 def _cannot_be_joined(output: Any) -> ValueError:
     return ValueError(
         f"the pipelined module returned a different {type(output).__name__} for each micro-batch, which cannot be "
-        "joined: have its last layer return tensors, in tuples, lists or dicts (and call a model of Hugging Face with "
+        "joined: let its last layer return tensors, in tuples, lists or dicts (and call a Hugging Face model with "
         "use_cache=False)"
     )
 
@@ -223,7 +223,7 @@ class Packed:
 
     Args:
         rest: The pickled object, with numbers in place of its tensors.
-        tensors: The tensors; other leaves if ``tree_map`` has replaced the tensors.
+        tensors: The tensors, or other leaves if ``tree_map`` has replaced the tensors.
     """
 
     def __init__(self, rest: bytes, tensors: list[Any]) -> None:
@@ -235,7 +235,7 @@ class Packed:
 
 
 class _Again(int):
-    """Second and later occurrence of an object in a value: the number of its :class:`Packed`."""
+    """A repeated occurrence of an object in a value: the number of its :class:`Packed`."""
 
 
 register_pytree_node(

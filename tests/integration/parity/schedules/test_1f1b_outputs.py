@@ -219,7 +219,7 @@ MESSAGES = {
     "number": "MisconfigurationException: .*`training_step` must return a Tensor, a dict, or None",
     "no loss": "MisconfigurationException: .*the 'loss' key needs to be present",
     "rows": r"RuntimeError: training_step returned a loss of shape \[3\]; it must be a single number",
-    "detached": "RuntimeError: the loss that training_step returns does not depend on anything that is trained",
+    "detached": "RuntimeError: the loss that training_step returns does not depend on any trainable parameter",
     "splits into nothing": "MisconfigurationException: Model.split_batch returned no micro-batch",
     "ragged": r"MisconfigurationException: .*batch\['x'\] has 4, batch\['y'\] has 3",
 }

@@ -157,7 +157,7 @@ def replace_parameter(layers: Any) -> None:
 
 
 REFUSED: list[tuple[Callable[[Any], Any], str]] = [
-    (replace_layer, "the pipelined module has other layers .*Change the model before fit"),
+    (replace_layer, "the layers of the pipelined module are not those .*Change the model before fit"),
     (replace_parameter, "stage 0 .* has another layer, parameter, buffer or hook"),
     (lambda layers: layers[0].register_forward_hook(print), "stage 0 .* has another layer, parameter, buffer or"),
     (copy.deepcopy, "a module whose layers live in several processes cannot be copied .*state_dict"),

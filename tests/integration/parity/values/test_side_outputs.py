@@ -151,7 +151,7 @@ def test_placeholders_of_the_own_stage() -> None:
         assert len(layer.losses) == 2 and layer.aux is not value
         value = layer.aux
     with pytest.raises(
-        RuntimeError, match=r"'aux' on stage 1 .*once for each micro-batch: .*last one only.*1f1b.*never"
+        RuntimeError, match=r"'aux' on stage 1 .*once for each micro-batch: .*only those of the last.*1f1b.*never"
     ):
         layer.aux.item()
     placeholders.restore()

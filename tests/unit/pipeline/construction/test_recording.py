@@ -168,7 +168,7 @@ def test_what_cannot_be_recorded() -> None:
     construction = Construction(60)
     with construction.recording():
         linear = nn.Linear(6, 6)
-        with pytest.raises(RuntimeError, match=r"`_foreach_mul_` changes several tensors in place, large and small"):
+        with pytest.raises(RuntimeError, match=r"`_foreach_mul_` changes large and small tensors in place at once"):
             torch._foreach_mul_([p.data for p in linear.parameters()], 2.0)
         with pytest.raises(RuntimeError, match=r"`add_` takes a tensor of shape \[6, 6\] on the meta device, which"):
             linear.weight.data.add_(torch.ones(6, 6, device="meta"))

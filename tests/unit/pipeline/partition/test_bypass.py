@@ -60,7 +60,7 @@ def test_what_happens_outside_of_steps_does_not_count() -> None:
 def test_where_values_cannot_be_read_the_use_itself_is_refused() -> None:
     check = BypassCheck(BLOCKS, "layers")
     with (
-        pytest.raises(RuntimeError, match=r"has not called .*uses this weight before that.*self\.tied"),
+        pytest.raises(RuntimeError, match=r"has not called .*uses this weight first.*self\.tied"),
         check.watching(),
     ):
         check.note_use(WEIGHT, in_pass=True)

@@ -84,7 +84,7 @@ def test_what_no_host_has_is_refused_and_what_fits_is_not() -> None:
     huge = Model(room // 5, 8)  # 1.6 times what there is, which other programs change
     with pytest.raises(ValueError, match=r"The 2 stages on this host need at least [\d,]+ MiB of parameters") as raised:
         check_memory(huge.placed([4, 4]))
-    assert "use several hosts, by torchrun or SLURM" in str(raised.value)
+    assert "use several hosts, with torchrun or SLURM" in str(raised.value)
     assert re.search(r"With [\d,]+ MiB for a stage per host, 2 stages suffice \(balance=\[4, 4\]\)", str(raised.value))
     elsewhere = huge.placed([4, 2, 2])
     check_memory(DevicePlacement(elsewhere.stages, elsewhere.outside, elsewhere.devices, on_host=[2]))
@@ -158,6 +158,6 @@ def test_communicators_count_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         check_memory(placement, communicators=links)
     assert (
         "on cuda:1 needs at least 96 MiB of parameters, and 48 MiB for the buffers of 4 NCCL communicators "
-        "(data_plane='nccl', at least 12 MiB each), but 140 MiB are free there. With 92 MiB for a stage per GPU, 4 "
+        "(data_plane='nccl', at least 12 MiB each), but 140 MiB are free. With 92 MiB for a stage per GPU, 4 "
         "stages are needed at least (balance=[3, 3, 3, 3])"
     ) in str(raised.value)

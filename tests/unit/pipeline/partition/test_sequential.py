@@ -23,7 +23,7 @@ def test_a_balance_that_fits_is_returned_as_a_list() -> None:
         ),
         ([1, 2], 3, 3, r"The provided balance \[1, 2\] is for 2 stages, but there are 3 devices\. .*set devices=2"),
         ([3], 3, 2, r"The provided balance \[3\] is for 1 stages, but there are 2 devices\."),
-        ([3, 0], 3, 2, r"The provided balance \[3, 0\] must consist of whole numbers above 0: no stage without"),
+        ([3, 0], 3, 2, r"The provided balance \[3, 0\] must consist of whole numbers above 0: every stage needs"),
         ([4, -1], 3, 2, r"The provided balance \[4, -1\] must consist of whole numbers above 0"),
         ([1.5, 1.5], 3, 2, r"The provided balance \[1\.5, 1\.5\] must consist of whole numbers"),
         ([True, 2], 3, 2, r"The provided balance \[True, 2\] must consist of whole numbers"),

@@ -462,7 +462,7 @@ def test_loads_what_the_original_saved():
     Pipe(net).load_state_dict(deferred)
     other = saved_by_the_original(nn.Sequential(*net, nn.Linear(2, 2)), [2], flat=True)
     for strict in (True, False):
-        with pytest.raises(RuntimeError, match="the layers that were saved are not those of this Pipe"):
+        with pytest.raises(RuntimeError, match="the saved layers are not the layers of this Pipe"):
             Pipe(net).load_state_dict(other, strict=strict)
 
 
@@ -472,7 +472,7 @@ def test_stays_where_it_is():
     calls += [lambda: pipe.to(device="meta"), lambda: pipe.to(torch.rand(1)), lambda: pipe.to(tensor=torch.rand(1))]
     calls += [lambda: nn.ModuleList([pipe]).to("meta")]
     for call in calls:
-        with pytest.raises(TypeError, match="would move layers that have their places"):
+        with pytest.raises(TypeError, match="would move layers that have fixed devices"):
             call()
     assert pipe.half()[0].weight.dtype == torch.half
     assert pipe.to(torch.double).to(dtype=torch.float)[0].weight.dtype == torch.float

@@ -77,7 +77,7 @@ def test_a_layer_that_was_compiled_in_place() -> None:
     layer = nn.Linear(2, 2)
     layer.compile(backend="eager")
     with pytest.warns(
-        UserWarning, match=r"layer 1 was compiled by \.compile\(\), .*Put torch\.compile\(layer\) in its"
+        UserWarning, match=r"layer 1 was compiled by \.compile\(\), .*Replace it with torch\.compile\(layer\)"
     ):
         pickle_layer(layer, Model())
 

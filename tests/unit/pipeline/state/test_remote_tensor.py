@@ -209,7 +209,7 @@ def test_what_would_change_nothing(stage: Stage, name: str) -> None:
     stand_in = stage.stand_ins()[0].weight
     with torch.no_grad(), pytest.raises(RuntimeError, match=rf"`{name}` on parameter 0\.weight \[3, 2\], .* stage 0 "):
         CHANGES[name](stand_in)
-    with torch.no_grad(), pytest.raises(RuntimeError, match=r"on parameter 1\.weight \[3, 2\], which lives on another"):
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"on parameter 1\.weight \[3, 2\], which is on another"):
         CHANGES[name](remote())
 
 
@@ -287,7 +287,7 @@ def test_buffers() -> None:
         norm._buffers[name] = remote_buffer(name, buffer)
     assert norm.num_batches_tracked.dtype == torch.int64 and norm.running_var.is_meta
     assert len(norm.state_dict()) == 5
-    with pytest.raises(RuntimeError, match=r"`zero_` on buffer running_mean \[3\], which lives on another stage"):
+    with pytest.raises(RuntimeError, match=r"`zero_` on buffer running_mean \[3\], which is on another stage"):
         norm.reset_running_stats()
 
 

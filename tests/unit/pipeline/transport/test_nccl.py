@@ -258,7 +258,7 @@ def test_a_blocked_process_gives_up_when_another_one_has_failed(library: Library
             first.has_failed_peer = lambda: True
         else:
             first.abort()
-        with pytest.raises(PeerFailed, match="given up"):
+        with pytest.raises(PeerFailed, match="abandoned"):
             blocked.result(2)
 
 
@@ -279,7 +279,7 @@ def test_an_aborted_transfer_is_given_up_although_torch_calls_it_completed(
     monkeypatch.setattr(Work, "is_completed", is_completed)
     if when == "before":
         first.abort()
-    with pytest.raises(PeerFailed, match="given up"):
+    with pytest.raises(PeerFailed, match="abandoned"):
         sending.synchronize()
     assert sending.is_over and num_asked == [int(when == "meanwhile")]
 
@@ -328,7 +328,7 @@ def test_abort_while_a_communicator_is_being_created(library: Library) -> None:
         until(lambda: sum(call[0] == "abort" for call in library.calls) == 4)
         may_connect.set()
         for each in connecting:
-            with pytest.raises(PeerFailed, match="given up"):
+            with pytest.raises(PeerFailed, match="abandoned"):
                 each.result(5)
     until(lambda: sum(call[0] == "abort" for call in library.calls) == 6)  # once more, now that there is something
     assert created[0] == 4

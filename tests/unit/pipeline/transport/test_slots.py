@@ -117,7 +117,7 @@ def test_a_descriptor_that_its_holder_uses_for_another_file_is_refused(slot: Slo
     with pytest.raises(FileNotFoundError):
         Slot.opened(address)
     before = set(os.listdir("/proc/self/fd"))
-    with pytest.raises(RuntimeError, match="is not the slot of a snapshot any more: the driver has closed it"):
+    with pytest.raises(RuntimeError, match="is no longer the slot of a snapshot: the driver has closed the slot"):
         Slot.opened(SlotAddress(slot.address.path, address.inode))
     assert set(os.listdir("/proc/self/fd")) == before
 

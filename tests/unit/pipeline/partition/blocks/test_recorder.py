@@ -212,14 +212,14 @@ def ends_early(model: Loop, hidden: Tensor) -> Tensor:
         (adds_between, "uses the output of block blocks.0 in (__add__|add)"),
         (changes_an_argument, r"has changed argument 'bias' \(shape \[4\]\) of block blocks.0 in place"),
         (changes_the_last_argument, r"has changed argument 'bias' \(shape \[4\]\) of block blocks.0 in place"),
-        (freezes_by_no_grad, "blocks.1 is called under another grad mode than block blocks.0"),
-        (casts_some, "blocks.1 is called under another autocast, .* than block blocks.0"),
+        (freezes_by_no_grad, "blocks.1 is called under a different grad mode than block blocks.0"),
+        (casts_some, "blocks.1 is called under a different autocast or other setting than block blocks.0"),
         (partial(checkpoints, use_reentrant=False), "blocks.0 is called within torch.utils.checkpoint"),
         (partial(checkpoints, use_reentrant=True), "blocks.0 is called within torch.utils.checkpoint"),
         (ends_early, "uses the output of block blocks.0 in tanh"),
         (one_twice, "calls block blocks.0 a second time"),
         (one_skipped, "calls block blocks.2 before block 1"),
-        (backwards, "calls block blocks.2 first and so runs its blocks in the order opposite"),
+        (backwards, "calls block blocks.2 first and so runs its blocks in the reverse order"),
     ],
 )
 def test_what_cannot_be_deferred_is_refused(run: Callable[..., Any], message: str) -> None:
@@ -499,7 +499,7 @@ ROWS = torch.arange(24.0).reshape(6, 4) / 24
 @pytest.mark.parametrize(
     ("run", "message"),
     [
-        (sums_loads, "in stack, but it has not one row per sample"),
+        (sums_loads, "in stack, but it does not have one row per sample"),
         (gives_rows, "argument '1' of block blocks.0 depends on the number of rows"),
     ],
 )
@@ -711,7 +711,7 @@ def test_a_module_that_contains_the_blocks_comes_before_the_step() -> None:
         ),
         (
             lambda model, batch: looping(model, looping(model, model.embed(batch["x"]))[None]),
-            "has called the blocks before in the same call, with other kinds of arguments",
+            "has called the blocks before in the same call, with different kinds of arguments",
         ),
         (
             lambda model, batch: looping(model, model.embed(batch["x"].reshape(6, 4))),
