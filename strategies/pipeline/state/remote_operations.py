@@ -107,9 +107,7 @@ class OnStages(TorchFunctionMode):
     process, such as ``item()``, fetch them.
     """
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = (*args, *kwargs.values())
         remotes = [t for t in tensors_in(given) if isinstance(t, _REMOTE) and t.relay_value is not None]
