@@ -109,7 +109,7 @@ ELSEWHERE: dict[str, list[str]] = {
         "integration/parity/training/test_parity_gradients.py",
     ],
     "strategies/optim/small_copies.py": ["unit/optim/test_trial.py", "unit/optim/test_costs.py"],
-    "strategies/optim/trial_results.py": ["unit/optim/test_trial.py"],
+    "strategies/optim/trial_process.py": ["unit/optim/test_trial.py"],
     "strategies/pipeline/construction/initialise.py": ["integration/models/test_configure_model.py"],
     "strategies/pipeline/construction/recipe.py": ["unit/pipeline/construction/test_recording.py"],
     "strategies/pipeline/construction/stored.py": [
