@@ -34,12 +34,13 @@ class TrialProcess:
     def __init__(
         self, optimizer: Optimizer, sample: Sequence[Tensor], share: Sequence[Tensor], rows: Rows, way: CopyingWay
     ) -> None:
-        numbers, owned = {id(p): k for k, p in enumerate(sample)}, {id(p) for p in share}
+        numbers = {id(p): k for k, p in enumerate(sample)}
         small = {
             key: rows_of(p, rows) for key, p in zip(numbers, small_parameters(sample), strict=True) if p[rows].numel()
         }
-        self.optimizer = small_copy(optimizer, small, [p for p in sample if id(p) in owned], rows, way)
-        self.pieces = {numbers[key]: p for key, p in small.items() if key in owned}
+        stepped = [p for p in share if id(p) in small]
+        self.optimizer = small_copy(optimizer, small, stepped, rows, way)
+        self.pieces = {numbers[id(p)]: small[id(p)] for p in stepped}
         self.rows, self._way = rows, way
         self._start = {k: p.detach().clone() for k, p in self.pieces.items()}
 
