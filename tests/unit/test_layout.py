@@ -21,20 +21,11 @@ ELSEWHERE: dict[str, list[str]] = {
         "unit/pipeline/executor/test_per_microbatch.py",
         "unit/pipeline/optim/test_averaging.py",
     ],
-    "strategies/common/formatting.py": [
-        "faults/test_faults.py",
-        "faults/test_faults_ranks.py",
-        "integration/launch/test_rank_supervisor.py",
-    ],
     "strategies/common/initialisation.py": [
         "unit/sharding/test_model.py",
         "integration/models/test_configure_model.py",
     ],
     "strategies/common/names.py": ["unit/trainer/test_trainer.py", "integration/trainer/test_script_form.py"],
-    "strategies/common/operators.py": [
-        "unit/pipeline/construction/test_recording.py",
-        "unit/pipeline/state/test_remote_operations.py",
-    ],
     "strategies/common/generators.py": [
         "unit/pipeline/stage/test_python_generator.py",
         "unit/trainer/test_random_state.py",
