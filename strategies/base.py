@@ -15,8 +15,8 @@ strategies share, and then call Lightning's method. A plug-in calls them with ``
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -78,6 +78,8 @@ class StrategyPlugin(Strategy):
     """Time limit for operations of the process group."""
     _undo_step_hooks: tuple[Callable[[], None], ...] = ()
     """Functions that remove the step hooks of the optimizers."""
+    _averages_gradients = True
+    """Whether backward passes average gradients over the processes; not within :meth:`block_backward_sync`."""
     _rank_0_watch: Rank0Watch | None = None
     _undo_waiting: Sequence[Callable[[], None]] = ()
     _on_loopback: ExitStack | None = None
@@ -228,13 +230,34 @@ class StrategyPlugin(Strategy):
     # Start-up
 
     def _configure_launcher(self) -> None:
-        # The Trainer's constructor calls this: the environment is known, and no process has been started.
+        # Called when the Trainer is built: devices and environment are known, and no process has been started.
+        self._check_devices()
         ranks, start_method = cast(Any, self), start_method_of(self)
         check_backend(given_backend_of(self))
-        if hasattr(self, "cluster_environment"):
+        if hasattr(self, "num_nodes"):  # the strategy has several processes
             ranks.cluster_environment = on_loopback(ranks.cluster_environment, ranks.num_nodes, start_method)
         super()._configure_launcher()
         self._launcher = in_place_of(self._launcher)
+
+    def _check_devices(self) -> None:
+        """Refuse devices on which the strategy does not work. Called when the Trainer is built."""
+
+    def model_to_device(self) -> None:
+        """Move the model to the device of this process."""
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    # Gradients
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Within this, backward passes accumulate gradients in each process and do not average them."""
+        before, self._averages_gradients = self._averages_gradients, False
+        try:
+            with cast(Any, super()).block_backward_sync():  # of ParallelStrategy
+                yield
+        finally:
+            self._averages_gradients = before
 
     # Optimizers
 

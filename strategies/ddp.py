@@ -119,8 +119,7 @@ class DDPStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         """Unwrap the model. The process group stays, for the next ``fit`` or ``test`` of this process."""
         super().teardown()
 
-    def _configure_launcher(self) -> None:
-        # Called when the Trainer is built: devices and backend are known, and no process has been started.
+    def _check_devices(self) -> None:
         if self.comm_hook != "none":
             works = _WORKS_ON.get(backend := backend_of(self), ("none",))
             if self.comm_hook not in works:
@@ -128,7 +127,6 @@ class DDPStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
                     f"comm_hook={self.comm_hook!r} does not work on the backend {backend!r}; on {backend} use one of: "
                     f"{', '.join(works)}"
                 )
-        super()._configure_launcher()
 
     def _register_ddp_hooks(self) -> None:
         # Lightning registers hooks on CUDA only, and ignores the user's ddp_comm_hook on CPU without a message.

@@ -68,8 +68,7 @@ class DataParallelStrategy(StrategyPlugin, ParallelStrategy):
         assert self.parallel_devices
         return self.parallel_devices[0]
 
-    def _configure_launcher(self) -> None:
-        # Called when the Trainer is built: the devices are known.
+    def _check_devices(self) -> None:
         devices = self.parallel_devices or []
         if any(device.type != "cuda" for device in devices):
             raise MisconfigurationException(
@@ -99,11 +98,6 @@ class DataParallelStrategy(StrategyPlugin, ParallelStrategy):
         self.model_to_device()
         super().setup(trainer)
         self._replicas = _Replicas(_StepModule(model), device_ids=self.parallel_devices)
-
-    def model_to_device(self) -> None:
-        """Move the model to the first GPU."""
-        assert self.lightning_module is not None
-        self.lightning_module.to(self.root_device)
 
     def barrier(self, name: str | None = None) -> None:
         """Return at once: there is one process."""

@@ -319,7 +319,6 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             )
         self._gathers = True
         self._rebalanced: list[int] | None = None  # the balance that rebalancing has found
-        self._averages_gradients = True
         self._undo: list[Undo] = []
         self._construction = Construction()
         self._references: dict[int, FileReference] = {}  # to the weights of the checkpoint that is being loaded
@@ -819,15 +818,6 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         if self._averages_gradients:
             weights = self._per_microbatch.loss_weights if self._per_microbatch is not None else None
             self._running().average_grads(None if weights is None else weights.share_of_replica())
-
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Within this, backward passes accumulate gradients in each replica and do not average them."""
-        self._averages_gradients = False
-        try:
-            yield
-        finally:
-            self._averages_gradients = True
 
     def post_optimizer_step(self, optimizer: Optimizer) -> None:
         """Send new values to the other replicas, if they divide the steps; workers have stepped already."""

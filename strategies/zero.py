@@ -4,8 +4,8 @@ stage 1, 2     each rank owns some whole parameters      ShardedOptimizers, Rank
 stage 3        each rank has some rows of every one      ShardedModel, RowOptimizers, RowStates
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -173,7 +173,7 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         self._divided: ShardedModel | None = None  # under stage 3, while the model is divided
         self._made_before: set[int] = set()
         self._restores_late: bool | None = None
-        self._communicates, self._buffers_may_differ = True, True
+        self._buffers_may_differ = True
         self._undo: list[Undo] = []
 
     def setup_environment(self) -> None:
@@ -303,7 +303,7 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step of the model with the buffers of rank 0."""
         self._share_buffers()
-        self._buffers_may_differ = self._communicates
+        self._buffers_may_differ = self._averages_gradients
         with nullcontext() if self._divided is None else self._divided.training_step():
             return super().training_step(*args, **kwargs)
 
@@ -314,16 +314,7 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Make the backward pass of this loss reduce gradients, unless more gradients are accumulated first."""
-        self._running().follow(closure_loss, communicate=self._communicates)
-
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Within this, backward passes accumulate gradients on each rank and do not reduce them."""
-        self._communicates = False
-        try:
-            yield
-        finally:
-            self._communicates = True
+        self._running().follow(closure_loss, communicate=self._averages_gradients)
 
     def post_optimizer_step(self, optimizer: Optimizer) -> None:
         """Send the new values of the parameters from their owners to all ranks."""

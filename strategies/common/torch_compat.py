@@ -9,7 +9,7 @@ ecosystem relies on them: ``Module._parameters``, ``Module._buffers`` and ``Modu
 """
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from operator import attrgetter
@@ -144,9 +144,17 @@ def named_operator(namespace: str, name: str, overload: str) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), name), overload)
 
 
-def declared_arguments(operator: Any) -> Any:
-    """Return the arguments in an operator's schema, which declares those that the operator changes in place."""
-    return operator._schema.arguments
+_UNDECLARED, _STATISTICS = ("native_batch_norm", "batch_norm"), ("running_mean", "running_var")
+"""Operators that change arguments without declaring it, and these arguments."""
+
+
+def changed_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors among the arguments of an operator that it changes in place."""
+    declared = operator._schema.arguments
+    given = [*zip(declared, args, strict=False), *((d, kwargs[d.name]) for d in declared if d.name in kwargs)]
+    hidden = _STATISTICS if operator_name(operator)[1] in _UNDECLARED else ()
+    changed = [v for d, v in given if d.name in hidden or (d.alias_info is not None and d.alias_info.is_write)]
+    return [leaf for leaf in tree_leaves(changed) if isinstance(leaf, Tensor)]
 
 
 gradient_hooks: Callable[[Tensor], tuple[Any, Any]]

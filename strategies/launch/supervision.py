@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 
 import psutil
 
-from strategies.common.formatting import ending
 from strategies.launch.fork_server import ForkedProcess
 
 Process = subprocess.Popen | ForkedProcess
@@ -109,3 +108,8 @@ def end_together(processes: Sequence[Process], grace_seconds: float) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def ending(status: int) -> str:
+    """Return how a process ended, given its exit status as :mod:`subprocess` reports it."""
+    return f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"

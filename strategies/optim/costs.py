@@ -52,7 +52,7 @@ def state_bytes(optimizer: Optimizer) -> dict[Tensor, int]:
 def _state_bytes_per_element(optimizer: Optimizer, sample: Sequence[Tensor], way: "CopyingWay") -> list[int]:
     """Step a copy over copies of ``sample``; return the bytes of state for each element of each of them."""
     small = small_parameters(sample, _shape_for_sizes)
-    own = small_copy(optimizer, dict(zip(map(id, sample), small, strict=True)), sample, way)
+    own = small_copy(optimizer, dict(zip(map(id, sample), small, strict=True)), sample, ..., way)
     for p in small:
         grad = torch.ones_like(p)
         p.grad = grad.to_sparse(1) if way.sparse and p.ndim else grad
@@ -138,7 +138,7 @@ class StepCosts:
 
     def _steps(self, stepped: Sequence[Tensor], way: "CopyingWay") -> StepCost:
         copies = small_parameters(stepped, list)
-        own = small_copy(self._optimizer, dict(zip(map(id, stepped), copies, strict=True)), stepped, way)
+        own = small_copy(self._optimizer, dict(zip(map(id, stepped), copies, strict=True)), stepped, ..., way)
         for p in copies:
             grad = torch.full_like(p, 1e-3)
             p.grad = grad.to_sparse(1) if way.sparse and p.ndim else grad

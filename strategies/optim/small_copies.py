@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import EllipsisType
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from strategies.optim.restricted import parameters_of, put_together, taken_apart
+
+Rows = slice | EllipsisType
+"""Some rows of a parameter, or all of it, also if it is a scalar: an index of the tensor."""
 
 ELEMENTS = 3
 """How many elements a copy of a parameter has along each dimension."""
@@ -53,8 +57,10 @@ def small_parameters(
     return made
 
 
-def rows_of(small: Tensor, rows: slice) -> Tensor:
+def rows_of(small: Tensor, rows: Rows) -> Tensor:
     """Return a parameter that has some rows of a small one."""
+    if rows is ...:
+        return small
     own = nn.Parameter(small.detach()[rows].clone())
     vars(own).update(vars(small))
     return own
@@ -64,8 +70,8 @@ def small_copy(
     optimizer: Optimizer,
     small: Mapping[int, Tensor],
     share: Sequence[Tensor],
+    rows: Rows,
     way: CopyingWay,
-    rows: slice = slice(None),
 ) -> Optimizer:
     """Return a copy of the optimizer over some of the small parameters, or over some rows of them."""
     cls, attributes = taken_apart(optimizer)
@@ -105,7 +111,7 @@ def _copied(value: Any, memo: Mapping[int, Any]) -> Any:
         return value
 
 
-def _small_state(value: Any, original: Tensor, small: Tensor, memo: Mapping[int, Any], rows: slice) -> Any:
+def _small_state(value: Any, original: Tensor, small: Tensor, memo: Mapping[int, Any], rows: Rows) -> Any:
     """Return the part of a state that belongs to the first elements of its parameter, or to some rows of these."""
     if isinstance(value, list | tuple):
         return type(value)([_small_state(item, original, small, memo, rows) for item in value])
@@ -117,7 +123,7 @@ def _small_state(value: Any, original: Tensor, small: Tensor, memo: Mapping[int,
     if value.ndim == 1 and original.ndim != 1 and value.numel() == original.numel():  # flattened
         return value[: small.numel()].clone()
     first = value[tuple(slice(ELEMENTS) for _ in value.shape)]
-    return (first[rows] if value.shape == original.shape and value.ndim else first).clone()
+    return (first[rows] if value.shape == original.shape else first).clone()
 
 
 def mode_switch(optimizer: Optimizer, mode: str) -> Callable[[], Any] | None:

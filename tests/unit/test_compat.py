@@ -226,7 +226,6 @@ _EXTENDED = {
     f"{_FIT_LOOP}._restarting": "resume a run",
     f"{_LIGHTNING}.loops.training_epoch_loop._TrainingEpochLoop._num_ready_batches_reached": "resume a run",
     f"{_LIGHTNING}.loops.training_epoch_loop._TrainingEpochLoop._results": "resume epoch means",
-    f"{_DDP}._configure_launcher": "check settings when the Trainer is built",
     f"{_DDP}._ddp_comm_hook": "register communication hooks of DDP on CPU",
     f"{_DDP}._ddp_comm_state": "register communication hooks of DDP on CPU",
     f"{_DDP}._ddp_comm_wrapper": "register communication hooks of DDP on CPU",

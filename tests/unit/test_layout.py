@@ -21,20 +21,11 @@ ELSEWHERE: dict[str, list[str]] = {
         "unit/pipeline/executor/test_per_microbatch.py",
         "unit/pipeline/optim/test_averaging.py",
     ],
-    "strategies/common/formatting.py": [
-        "faults/test_faults.py",
-        "faults/test_faults_ranks.py",
-        "integration/launch/test_rank_supervisor.py",
-    ],
     "strategies/common/initialisation.py": [
         "unit/sharding/test_model.py",
         "integration/models/test_configure_model.py",
     ],
     "strategies/common/names.py": ["unit/trainer/test_trainer.py", "integration/trainer/test_script_form.py"],
-    "strategies/common/operators.py": [
-        "unit/pipeline/construction/test_recording.py",
-        "unit/pipeline/state/test_remote_operations.py",
-    ],
     "strategies/common/generators.py": [
         "unit/pipeline/stage/test_python_generator.py",
         "unit/trainer/test_random_state.py",
@@ -109,7 +100,7 @@ ELSEWHERE: dict[str, list[str]] = {
         "integration/parity/training/test_parity_gradients.py",
     ],
     "strategies/optim/small_copies.py": ["unit/optim/test_trial.py", "unit/optim/test_costs.py"],
-    "strategies/optim/trial_results.py": ["unit/optim/test_trial.py"],
+    "strategies/optim/trial_process.py": ["unit/optim/test_trial.py"],
     "strategies/pipeline/construction/initialise.py": ["integration/models/test_configure_model.py"],
     "strategies/pipeline/construction/recipe.py": ["unit/pipeline/construction/test_recording.py"],
     "strategies/pipeline/construction/stored.py": [

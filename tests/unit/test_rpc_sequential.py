@@ -369,9 +369,9 @@ def layer_with_the_model(model: Model) -> None:
         ),
         (
             lbfgs,
-            "LBFGS evaluates the loss several times within a step, .*Use an optimizer that updates each parameter from",
+            "LBFGS.step needs an argument (closure), .*use an optimizer that updates each parameter from its",
         ),
-        (two_optimizers_one_lbfgs, "LBFGS evaluates the loss several times within a step"),
+        (two_optimizers_one_lbfgs, "LBFGS.step needs an argument (closure)"),
         (lamb, "Lamb cannot be divided over processes: .*set the Trainer's gradient_clip_val"),
         (layer_with_a_method, "a layer of the pipelined module refers to the whole model (Model), .*hold only what it"),
         (layer_with_the_model, "a layer of the pipelined module refers to the whole model (Model), "),

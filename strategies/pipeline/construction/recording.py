@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.overrides import TorchFunctionMode
 
-from strategies.common.operators import changed_arguments
 from strategies.common.torch_compat import (
     TorchDispatchMode,
+    changed_arguments,
     operator_name,
     storage_key,
     tree_map,

@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from strategies.common.torch_compat import tree_flatten, tree_map_only, tree_unflatten, version_of
-from strategies.common.trees import tensors_in
+from strategies.common.torch_compat import tree_flatten, tree_map_only, tree_unflatten
 from strategies.pipeline.pipe.with_device import Partition
 from strategies.pipeline.stage.calling import call_partition
-from strategies.pipeline.stage.layers import Flags, Layers, PassContext, preserved_random_state
+from strategies.pipeline.stage.layers import Flags, Layers, PassContext, ReusedInput, preserved_random_state
 from strategies.pipeline.stage.microbatch.chunks import has_tensor
 from strategies.pipeline.stage.microbatch.split import pack_objects, unpack_objects
 from strategies.pipeline.stage.skip import Key, skips_of
@@ -102,7 +101,7 @@ class _LocalPartition:
             adds_in_place=False,  # there is only one autograd graph
         )
         self._popped = skips_of(partition.layers)[1]
-        self._writes_input: bool | None = None
+        self._reused_input = ReusedInput()
 
     def end_forward(self) -> None:
         self._layers.end_forward()
@@ -138,12 +137,8 @@ class _LocalPartition:
             nonlocal recomputing
             again, recomputing = recomputing, True
             x = tree_unflatten(list(leaves), spec)
-            if self._writes_input is not False:  # recomputation must start from the same values
-                x = tree_map_only(Tensor, torch.clone, x)
-            before = _versions(x)
-            with flags.entered(self._layers.layers):
-                y = pack_objects(self._run_once(unpack_objects(x), m, this, again))
-            self._writes_input = bool(self._writes_input) or before != _versions(x)
+            with self._reused_input.lent(x) as own, flags.entered(self._layers.layers):
+                y = pack_objects(self._run_once(unpack_objects(own), m, this, again))
             return unpack_objects(tree_map_only(Tensor, _Recomputed.apply, y))
 
         with set_checkpoint_early_stop(False):
@@ -171,7 +166,3 @@ def _on(device: torch.device, value: Any) -> Any:
         return tensor.to(device, non_blocking=between_gpus)
 
     return tree_map_only(Tensor, moved, value)
-
-
-def _versions(value: Any) -> list[int]:
-    return list(map(version_of, tensors_in(value)))

@@ -41,7 +41,10 @@ from strategies.common.torch_compat import (
     has_global_hooks,
     profiler_is_on,
     tree_leaves,
+    tree_map_only,
+    version_of,
 )
+from strategies.common.trees import tensors_in
 from strategies.pipeline.stage.batchnorm import DeferredStatistics
 from strategies.pipeline.stage.recorder import ActionRecorder
 from strategies.pipeline.stage.skip import SKIPS, Key, waiting_skips
@@ -410,6 +413,32 @@ def _phase(checkpointing: bool, recomputing: bool) -> Iterator[None]:
         yield
     finally:
         _here.checkpointing, _here.recomputing = before
+
+
+class ReusedInput:
+    """Lends layers an input that they get again in the recomputation, and which must stay as it is until then.
+
+    Layers may write to their input. They get a copy until a run has shown that they do not.
+    """
+
+    def __init__(self) -> None:
+        self._may_be_written = True
+        self._was_written = False
+
+    @contextmanager
+    def lent(self, value: Any) -> Iterator[Any]:
+        """Return ``value``, or a copy of its tensors with their place in the autograd graph, for a run of the layers.
+
+        Args:
+            value: Nested tensors and other objects.
+        """
+        if self._may_be_written:
+            value = tree_map_only(Tensor, torch.clone, value)
+        tensors = tensors_in(value)
+        before = [*map(version_of, tensors)]
+        yield value
+        self._was_written |= before != [*map(version_of, tensors)]
+        self._may_be_written = self._was_written
 
 
 @dataclass(frozen=True)

@@ -129,9 +129,7 @@ class Placeholder:
         raise RuntimeError(self._message)
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
-    ) -> NoReturn:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         placeholder = next(_placeholders_in((*args, *(kwargs or {}).values())))
         raise RuntimeError(vars(placeholder)["_message"])
 

@@ -23,11 +23,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from strategies.common.activity import Activity
 from strategies.common.stage_layers import StageLayers
-from strategies.common.torch_compat import version_of
 from strategies.pipeline.schedule.operations import Post, Result, Row, Tied, UserCode
 from strategies.pipeline.schedule.tables import Action
 from strategies.pipeline.stage.edges import Edges, Ports, leaves_of, tensors_of, with_leaves
-from strategies.pipeline.stage.layers import CallLayers, Carried, Flags, Layers, RandomStateKeeper
+from strategies.pipeline.stage.layers import CallLayers, Carried, Flags, Layers, RandomStateKeeper, ReusedInput
 from strategies.pipeline.stage.microbatch.split import pack_objects, unpack_objects
 from strategies.pipeline.stage.out_of_memory import DeviceMemory, Situation, explained, is_float32
 from strategies.pipeline.stage.passes import Pass
@@ -303,7 +302,7 @@ class Chunk:
         self._runner, self._ports, self._side_outputs = layers, ports, side_outputs
         self._kept: dict[tuple[int, int], _KeptMicrobatch] = {}
         self._delayed: dict[tuple[int, int], WeightGradients] = {}
-        self._writes_input: bool | None = None
+        self._reused_input = ReusedInput()
 
     def close(self) -> None:
         """Discard all passes, and remove hooks from the layers."""
@@ -347,21 +346,18 @@ class Chunk:
         recompute = this.grad and m < this.recomputed
         kept = _KeptMicrobatch([GradientSlot() for tensor in tensors_of(x) if tensor.requires_grad], [])
         if recompute:
-            kept.recompute_from, kept.flags = x, Flags.of(self.layers)  # layers may change their flags
-            if self._writes_input is not False:
-                x = _copied(x)
-            before = _versions(x)
-        elif this.grad:
-            x = entered(x, kept.inputs)
-        y = self._run_layers(this, m, x, note, grad=this.grad and not recompute, recomputing=False, recorder=recorder)
-        if recompute:
-            self._writes_input = bool(self._writes_input) or before != _versions(x)
-        tensors = tensors_of(y)
-        if recompute:
+            kept.recompute_from, kept.flags = x, Flags.of(self.layers)  # a layer may change its own flags
+            with self._reused_input.lent(x) as own:
+                y = self._run_layers(this, m, own, note, grad=False, recomputing=False, recorder=recorder)
+            tensors = tensors_of(y)
             differentiable = bool(kept.inputs) or any(p.requires_grad for p in self.layers.parameters())
             flags = [differentiable and (t.is_floating_point() or t.is_complex()) for t in tensors]
             kept.outputs = [None for flag in flags if flag]
         else:
+            if this.grad:
+                x = entered(x, kept.inputs)
+            y = self._run_layers(this, m, x, note, grad=this.grad, recomputing=False, recorder=recorder)
+            tensors = tensors_of(y)
             flags = [this.grad and t.requires_grad for t in tensors]
             if not with_graph:
                 kept.outputs = [get_gradient_edge(t) for t, flag in zip(tensors, flags, strict=True) if flag]
@@ -468,15 +464,6 @@ class Chunk:
             recorder=recorder,
         )
         return pack_objects(y), skips
-
-
-def _copied(value: Any) -> Any:
-    leaves, spec = leaves_of(value)
-    return with_leaves([t.detach().clone() if isinstance(t, Tensor) else t for t in leaves], spec)
-
-
-def _versions(value: Any) -> list[int]:
-    return [version_of(tensor) for tensor in tensors_of(value)]
 
 
 def chunks_of(

@@ -15,7 +15,7 @@ this takes half of the time or less, because the temporary tensor would be new m
 with whole backward passes also use this for large weights.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -268,9 +268,7 @@ class DelayedWeights(TorchFunctionMode):
         self.least_bytes = least_bytes
         self._in_attention = False
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         arguments = kwargs or {}
         if func in _CALLS and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             call = _CALLS[func](*args, **arguments)

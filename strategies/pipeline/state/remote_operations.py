@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from strategies.common.operators import changed_arguments
 from strategies.common.torch_compat import (
     TorchDispatchMode,
+    changed_arguments,
     named_operator,
     operator_name,
     storage_key,
@@ -107,9 +107,7 @@ class OnStages(TorchFunctionMode):
     process, such as ``item()``, fetch them.
     """
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = (*args, *kwargs.values())
         remotes = [t for t in tensors_in(given) if isinstance(t, _REMOTE) and t.relay_value is not None]

@@ -138,13 +138,7 @@ class _Remote:
     """Reference to the values, for :class:`~strategies.pipeline.state.remote_operations.OnStages`."""
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with without_torch_function():
             if func in _FACTS:  # fast path: each pass reads these of all parameters

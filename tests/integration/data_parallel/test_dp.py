@@ -106,7 +106,7 @@ def test_fulfils_the_contract_itself() -> None:
 class OnCPU(DataParallelStrategy):
     """Is not refused on the CPU."""
 
-    def _configure_launcher(self) -> None:
+    def _check_devices(self) -> None:
         pass
 
 

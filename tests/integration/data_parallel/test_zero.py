@@ -146,7 +146,7 @@ def check_refusals(said: dict[str, str], expected: dict[str, str]) -> None:
 @pytest.mark.timeout(250)
 def test_what_cannot_be_trained_is_refused(others: dict[str, Any]) -> None:
     expected = {
-        "LBFGS": "MisconfigurationException: LBFGS evaluates the loss several times within a step",
+        "LBFGS": "MisconfigurationException: LBFGS.step needs an argument (closure)",
         "no gradient": "RuntimeError: the backward pass gave no gradient to second.bias, second.weight",
         "reentrant": "RuntimeError: parameter second.bias got a gradient twice in one backward pass",
         "sparse": "MisconfigurationException: Layer table makes sparse gradients",

@@ -16,7 +16,7 @@ import copy
 import io
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from itertools import accumulate, pairwise
@@ -69,13 +69,7 @@ class NoChunk(Tensor):
         return self._tensor
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with without_torch_function():
             result = func(*args, **(kwargs or {}))
         converted = getattr(func, "__name__", "") in _CONVERSIONS and isinstance(args[0], NoChunk)
