@@ -871,7 +871,7 @@ def test_workers_that_never_come(workers: Callable[[str], Workers], monkeypatch:
 def test_rpc_that_somebody_else_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rpc.api, "_is_current_rpc_agent_set", lambda: True)
     model = Model()
-    with pytest.raises(RuntimeError, match=r"torch.distributed.rpc is already initialised .*end the other one"):
+    with pytest.raises(RuntimeError, match=r"torch.distributed.rpc is already initialised .*end the other session"):
         fit(model, balance=[1, 2])
     assert not any(p.is_meta for p in model.parameters())
 

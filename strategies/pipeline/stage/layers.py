@@ -44,7 +44,6 @@ from strategies.common.torch_compat import (
     tree_map_only,
     version_of,
 )
-from strategies.common.trees import tensors_in
 from strategies.pipeline.stage.batchnorm import DeferredStatistics
 from strategies.pipeline.stage.recorder import ActionRecorder
 from strategies.pipeline.stage.skip import SKIPS, Key, waiting_skips
@@ -434,7 +433,7 @@ class ReusedInput:
         """
         if self._may_be_written:
             value = tree_map_only(Tensor, torch.clone, value)
-        tensors = tensors_in(value)
+        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
         before = [*map(version_of, tensors)]
         yield value
         self._was_written |= before != [*map(version_of, tensors)]
