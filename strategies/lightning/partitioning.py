@@ -17,7 +17,7 @@ from strategies.common.transformers_compat import example_of, lists_of_blocks, s
 from strategies.common.trees import tensors_in
 from strategies.launch.allocator import all_freed_memory_kept
 from strategies.launch.workers import share_of_threads
-from strategies.lightning.checks import as_misconfiguration
+from strategies.lightning.arguments import as_misconfiguration
 from strategies.lightning.compat import (
     LightningModule,
     MisconfigurationException,
@@ -215,7 +215,28 @@ def _other_modules(model: nn.Module, path: str) -> str:
     return "; it has neither anywhere: put its layers into one, such as `self.sequential_module = nn.Sequential(...)`"
 
 
-def is_reversed(model: LightningModule, module: Pipelined, device: torch.device, precision: Precision) -> bool:
+def warn_of_time_first(module: nn.Module, path: str) -> None:
+    """Warn if a layer takes time as the first dimension, because a pipeline splits that dimension as the batch."""
+    for name, layer in module.named_children():
+        if getattr(getattr(layer, "self_attn", layer), "batch_first", True) is False:
+            rank_zero_warn(
+                f"Layer {name} of {path}, a {type(layer).__name__}, has batch_first=False, so its first dimension "
+                "is time; a pipeline splits the first dimension into micro-batches. Give it batch_first=True."
+            )
+            return
+
+
+def warn_of_compiled_model(path: str) -> None:
+    """Warn if a module that contains the pipelined blocks is compiled, since the blocks run on their stages."""
+    if "_orig_mod" in path.split("."):
+        rank_zero_warn(
+            f"{path} is inside a module in torch.compile(...), which compiles neither its blocks, because they run on "
+            "their stages, nor the code that calls them. Compile the blocks instead: "
+            "blocks[i] = torch.compile(blocks[i])."
+        )
+
+
+def is_called_in_reverse(model: LightningModule, module: Pipelined, device: torch.device, precision: Precision) -> bool:
     """Return whether the model calls the blocks of an ``nn.ModuleList`` from the last to the first.
 
     This is known only for a model with an ``example_input_array``; blocks of others are taken to be called in order.

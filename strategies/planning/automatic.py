@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from strategies.common.trees import tensors_in
-from strategies.lightning.checks import as_misconfiguration
+from strategies.lightning.arguments import as_misconfiguration
 from strategies.lightning.compat import LightningModule, MisconfigurationException, Precision, rank_zero_info
 from strategies.lightning.partitioning import FoundExample, find_example, measuring
 from strategies.lightning.search_settings import MAX_CHUNKS, MAX_MICROBATCHES, SearchSettings

@@ -5,11 +5,16 @@ recorded        ✓         ✓         ✓         ✓  │
                           └─────────┴─────────┘  ▲ the last three: is another balance clearly faster?
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from strategies.common.names import did_you_mean
-from strategies.lightning.compat import MisconfigurationException
-from strategies.lightning.moving_layers import refuse
+from strategies.lightning.compat import MisconfigurationException, rank_zero_warn
+from strategies.lightning.features.feature import Feature
+from strategies.lightning.features.moving_layers import check_can_move, check_movable, refuse
+from strategies.lightning.hooks import Undo
+from strategies.lightning.options import Options
+from strategies.lightning.run import Preparation, Run
 from strategies.pipeline.driver import BatchRecording, Pipeline
 from strategies.pipeline.executor.settings import Settings
 from strategies.planning.imbalance import STEPS_TO_ASSESS, Imbalance, LastSteps, assess, measured_step
@@ -26,7 +31,71 @@ _UNKNOWN_PERIOD = 200
 """The number of batches that an epoch of unknown length is taken to have."""
 
 
-class Rebalancing:
+class Rebalancing(Feature):
+    """Moves layers to other stages when recorded steps say that it is due and worthwhile.
+
+    Args:
+        every_n_steps: Decide whenever so many batches have run; ``None``: at the end of each epoch.
+        least_gain: The share of the time of a step's passes that another balance must be predicted to save.
+    """
+
+    options = ("rebalance", "rebalance_every_n_steps", "rebalance_threshold")
+
+    def __init__(self, every_n_steps: int | None, least_gain: float) -> None:
+        self._decisions = Decisions(every_n_steps, least_gain)
+        self._is_over = False
+
+    @classmethod
+    def of(cls, options: Options) -> "Rebalancing | None":
+        """Return the feature if layers may move by themselves."""
+        given = (options.rebalance, options.rebalance_every_n_steps, options.rebalance_threshold)
+        if all(each is None for each in given):
+            return None
+        check_arguments(*given, options.settings)
+        check_movable(
+            "rebalance='auto'",
+            replicas=options.data_parallel_size,
+            is_external=False,
+            devices=[],
+            gathers=options.gather_on_end is not False,
+            profiles=False,
+        )
+        return cls(options.rebalance_every_n_steps, options.rebalance_threshold or LEAST_GAIN)
+
+    def check(self, prepared: Preparation) -> None:
+        """Check that layers can move in this run."""
+        if prepared.is_fitting:
+            check_can_move("rebalance='auto'", prepared)
+
+    def begin(self, run: Run) -> Iterable[Undo]:
+        """Forget an earlier run."""
+        self._decisions.begin()
+        yield self._decisions.begin  # an error may have ended a batch that is recorded
+
+    def on_train_batch_start(self, run: Run) -> None:
+        """Move layers to other stages if that is due and worthwhile; record the batch if it is its turn."""
+        if self._is_over or run.num_stages < 2:
+            return
+        pipeline, trainer = run.pipeline, run.trainer
+        found = self._decisions.before_batch(pipeline, run.model.current_epoch)
+        if found is not None:
+            names = [*(f"stage {i}" for i in range(run.num_stages - 1)), "the driver"]
+            why = found.described(names, least_gain=0.0).removesuffix(".")
+            try:
+                run.move(found.better, f"; {why}")
+            except MisconfigurationException as error:
+                rank_zero_warn(f"The balance stays {found.balance} from now on: {error}")
+                self._is_over = True
+                return
+        batch = trainer.fit_loop.epoch_loop.total_batch_idx
+        self._decisions.begin_batch(pipeline, batch, float(trainer.num_training_batches))
+
+    def on_batches_end(self, run: Run) -> None:
+        """Stop recording the last batch."""
+        self._decisions.stop()
+
+
+class Decisions:
     """Decides when layers move, by recorded steps.
 
     Args:
@@ -102,8 +171,8 @@ class Rebalancing:
             self._steps.add(costs)
 
 
-def rebalancing_of(rebalance: Any, every_n_steps: Any, threshold: Any, settings: Settings) -> Rebalancing:
-    """Check the arguments about rebalancing, at least one of which is given, and return what decides when layers move.
+def check_arguments(rebalance: Any, every_n_steps: Any, threshold: Any, settings: Settings) -> None:
+    """Check the arguments about rebalancing, at least one of which is given.
 
     Args:
         rebalance: The argument of the strategy.
@@ -137,4 +206,3 @@ def rebalancing_of(rebalance: Any, every_n_steps: Any, threshold: Any, settings:
         "keeps the order of passes, which schedule='auto' has chosen together with the balance": settings.is_auto,
     }
     refuse("rebalance='auto'", reasons)
-    return Rebalancing(every_n_steps, threshold or LEAST_GAIN)

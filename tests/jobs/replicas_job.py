@@ -175,7 +175,7 @@ class Saves(Callback):
 class Doomed(Net):
     def on_train_batch_start(self, batch: list[Tensor], batch_idx: int) -> None:
         if batch_idx == 2 and self.trainer.global_rank == 1:
-            os.kill(self.trainer.strategy._pipeline.workers._processes[0].pid, signal.SIGKILL)
+            os.kill(self.trainer.strategy.pipeline.workers._processes[0].pid, signal.SIGKILL)
 
 
 DIVIDED = {"shard_optimizer_states": True}

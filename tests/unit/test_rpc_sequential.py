@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 from strategies import RPCSequentialStrategy
 from strategies.launch import workers as launch
 from strategies.launch.workers import Workers
-from strategies.lightning.checks import check_mixed_precision
+from strategies.lightning.features.precision import check_mixed_precision
 from strategies.lightning.partitioning import find_path
 from strategies.pipeline import pop, skippable
 from trainer import Trainer

@@ -1,6 +1,7 @@
 """The balance that is found for a model, and the line that says so."""
 
 import logging
+import warnings
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
-from strategies.lightning.partitioning import find_balance
+from strategies.lightning.partitioning import find_balance, warn_of_compiled_model
 from strategies.pipeline.executor.settings import Settings
 
 WIDTH, VOCABULARY = 16, 2000
@@ -133,3 +134,11 @@ def test_an_example_that_does_not_reach_every_block() -> None:
     model.forward = lambda tokens: model.head(model.blocks[0](model.embed(tokens)))
     with pytest.raises(MisconfigurationException, match=r"Gpt.forward does not call blocks 1, 2, 3, 4, 5, 6, 7"):
         found(model, "blocks")
+
+
+def test_a_model_that_is_compiled_as_a_whole() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_compiled_model("model.layers")
+    with pytest.warns(UserWarning, match="Compile the blocks instead"):
+        warn_of_compiled_model("model._orig_mod.layers")

@@ -287,10 +287,10 @@ def test_the_yaml_gives_the_row(table: PlanTable, place: int) -> None:
     arguments = yaml.safe_load(yaml_of(table, row))["trainer"]["strategy"]["init_args"]
     assert f"balance: {row.balance}\n" in yaml_of(table, row)
     strategy = RPCSequentialStrategy(**arguments)
-    tables = strategy._given_settings.programs(row.stages)
-    assert strategy.balance == row.balance and strategy._given_settings.microbatches == row.microbatches
+    tables = strategy.options.settings.programs(row.stages)
+    assert strategy.balance == row.balance and strategy.options.settings.microbatches == row.microbatches
     assert tables.placement.num_stages == row.stages * row.chunks_per_stage
-    assert strategy._given_settings.schedule == row.schedule
+    assert strategy.options.settings.schedule == row.schedule
 
 
 @pytest.mark.parametrize(
@@ -310,8 +310,8 @@ def test_the_yaml_can_follow_the_configuration_that_was_planned(given: dict[str,
         merged = RPCSequentialStrategy(
             **{**given, **strategy_block(table, row)["init_args"]}
         )  # as the command line does
-        assert merged._given_settings.schedule == row.schedule and merged.balance == row.balance
-        tables = merged._given_settings.programs(row.stages)
+        assert merged.options.settings.schedule == row.schedule and merged.balance == row.balance
+        tables = merged.options.settings.programs(row.stages)
         assert tables.placement.num_stages == row.stages * row.chunks_per_stage
 
 

@@ -41,9 +41,9 @@ def check_found() -> None:
     strategy = auto()
     outcome = fit(Measured, strategy, 2, train=partial(batches, UNEVEN), max_epochs=1)
     compare(outcome, expected(4, max_epochs=1))
-    found = strategy._planned
+    found = strategy._division._planned
     outcome.trainer.fit(outcome.model, batches(UNEVEN))
-    assert strategy._planned is found and strategy.balance == found.balance  # not measured again
+    assert strategy._division._planned is found and strategy.balance == found.balance  # not measured again
 
 
 def check_resumed(folder: str) -> None:
