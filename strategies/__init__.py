@@ -18,7 +18,9 @@ _MODULE_OF = {
     "DDPStrategy": "strategies.ddp",
     "DataParallelStrategy": "strategies.dp",
     "RPCSequentialStrategy": "strategies.rpc_sequential",
+    "Rebalance": "strategies.lightning.options",
     "RemoteModule": "strategies.remote.module",
+    "Schedule": "strategies.lightning.options",
     "ZeROStrategy": "strategies.zero",
 }
 
@@ -26,7 +28,9 @@ __all__ = [
     "DDPStrategy",
     "DataParallelStrategy",
     "RPCSequentialStrategy",
+    "Rebalance",
     "RemoteModule",
+    "Schedule",
     "StrategyPlugin",
     "ZeROStrategy",
 ]

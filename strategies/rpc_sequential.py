@@ -16,7 +16,6 @@ from strategies.base import StrategyPlugin
 from strategies.checkpoint.store import load_sharded, local_path
 from strategies.checkpoint.validate import DescribeStage, check_fit, no_stage, stages_by_name
 from strategies.checkpoint.writer import snapshot
-from strategies.common.names import did_you_mean
 from strategies.common.torch_compat import default_group
 from strategies.launch.workers import fork_server, share_of_threads
 from strategies.lightning.arguments import as_misconfiguration
@@ -25,7 +24,6 @@ from strategies.lightning.compat import (
     CheckpointIO,
     ClusterEnvironment,
     LightningModule,
-    MisconfigurationException,
     Precision,
     Trainer,
     TrainerFn,
@@ -56,8 +54,8 @@ from strategies.lightning.features.seeds import LayerSeeds
 from strategies.lightning.features.summary import SummaryOfStages
 from strategies.lightning.hooks import Undo, follow_optimizers
 from strategies.lightning.launch.replicas import ReplicatedStrategy
-from strategies.lightning.options import Options
-from strategies.lightning.partitioning import BALANCE_MODES, find_module, is_called_in_reverse
+from strategies.lightning.options import Options, Rebalance, Schedule
+from strategies.lightning.partitioning import find_module, is_called_in_reverse
 from strategies.lightning.run import Preparation, Run, TrainingStep, stages_of_chunks
 from strategies.lightning.search_settings import DEFAULT_MICROBATCHES
 from strategies.lightning.whole_batch import WholeBatch
@@ -84,18 +82,13 @@ FEATURES: Sequence[KindOfFeature] = (
     BatchNormLayers,
     LayerSeeds,
     WeightAverages,
-    ImportedIfAskedFor(
-        "strategies.planning.rebalancing",
-        "Rebalancing",
-        ("rebalance", "rebalance_every_n_steps", "rebalance_threshold"),
-    ),
+    ImportedIfAskedFor("strategies.planning.rebalancing", "Rebalancing", ("rebalance",)),
 )
 """What a pipeline can do besides training, in the order in which each has its turn. A feature is its file and its line
 here."""
 
 INTRINSIC_OPTIONS = (
-    *("balance", "balance_mode", "module", "microbatches", "checkpoint", "schedule", "chunks_per_stage"),
-    *("pipelined_backward", "max_microbatches", "memory_limit_bytes", "rpc_timeout_sec", "data_plane"),
+    *("balance", "module", "microbatches", "checkpoint", "schedule", "rpc_timeout_sec", "data_plane"),
     *("state_dict_type", "async_save", "gather_on_end"),
 )
 """The options that have an effect without any of these features."""
@@ -125,14 +118,20 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
     ``schedule="auto"`` measures, before the first ``fit``, the forward and backward passes of every layer, what the
     driver runs outside the layers, the transfer between two processes, and a step of AdamW, which stands for that of
     the model's optimizer. It searches schedule, balance and order of passes on a simulator. It takes the model's
-    ``example_input_array`` for a batch (see ``balance_mode``). One line says what was chosen and why. The choice is
+    ``example_input_array`` for a batch (see ``balance``). One line says what was chosen and why. The choice is
     kept for later runs, stored in checkpoints and used again on resuming.
 
     Args:
-        balance: Number of layers of each stage, or ``"even"`` for equal numbers. ``None`` (default) finds the numbers
-            by ``balance_mode``: the exact optimum for the measured costs, with no empty stage. After ``setup`` the
-            attribute ``balance`` is the list in use. If stages have several chunks of layers (see
-            ``chunks_per_stage``), it has one number for each chunk, in the order of the layers.
+        balance: Number of layers of each stage, or a way to find the numbers: ``"by_size"`` (default; bytes of
+            parameters and activations), ``"by_time"`` (measured time of forward and backward passes), or ``"even"`` for
+            equal numbers. The first two give the exact optimum for the measured costs, with no empty stage. Both
+            measure each layer and, as a cost of the last stage, what the driver runs outside the layers (embedding,
+            norm, head, logits; the loss if ``forward`` returns it). Under ``schedule="gpipe"``, the time of that part
+            does not count, because the stages wait while it runs. Both use the model's ``example_input_array``. Without
+            it, a model of Hugging Face is measured on an input made from its configuration. For other models only the
+            parameters count then, and all layers must have the same class and shapes. After ``setup`` the attribute
+            ``balance`` is the list in use. If stages have several chunks of layers, it has one number for each chunk,
+            in the order of the layers.
         microbatches: Number of parts into which each batch is split; the stages work on different parts at the same
             time. More parts shorten the time for which stages are idle, but each part must be large enough to be
             computed efficiently. The number of rows need not be divisible by it. Default: 8. ``"auto"``, under
@@ -143,22 +142,10 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             ``"always"``, ``"except_last"`` (default; all but the last) or ``"never"`` (fastest, if memory allows).
             Under the first two, gradient checkpointing of a Hugging Face model is off in the blocks during ``fit``,
             because the stages recompute them; under ``"never"`` it stays on.
-        balance_mode: ``"balance_by_size"`` (default; bytes of parameters and activations) or ``"balance_by_time"``
-            (measured time of forward and backward passes). Both measure each layer and, as a cost of the last stage,
-            what the driver runs outside the layers (embedding, norm, head, logits; the loss if ``forward`` returns it).
-            Under ``schedule="gpipe"``, the time of that part does not count, because the stages wait while it runs.
-            Both use the model's ``example_input_array``. Without it, a model of Hugging Face is measured on an input
-            made from its configuration. For other models only the parameters count then, and all layers must have the
-            same class and shapes.
-        pipelined_backward: If ``True`` (default), a stage runs the backward passes of the micro-batches one after
-            another, so that stages overlap. If ``False``, it runs them in one call of autograd, after the following
-            stage has finished its backward passes.
-        rpc_timeout_sec: Seconds for which a process may be idle while another process waits for it. After that it is
-            declared hung and ended, and the error contains its Python stack. A process that computes may take ten
-            times as long. Default: 60.
-        schedule: Order of the passes. Under ``"gpipe"`` (default), all forward passes precede all backward passes, and
-            ``training_step`` runs once for the batch, so it may compute any loss over the batch. Under all other
-            schedules, ``training_step`` runs once per micro-batch and is suspended where it calls the pipelined
+        schedule: Order of the passes; with options, a :class:`~strategies.lightning.options.Schedule`, such as
+            ``Schedule("interleaved", chunks=2)``. Under ``"gpipe"`` (default), all forward passes precede all backward
+            passes, and ``training_step`` runs once for the batch, so it may compute any loss over the batch. Under all
+            other schedules, ``training_step`` runs once per micro-batch and is suspended where it calls the pipelined
             module, and its results are means weighted by ``loss_weight``. They need less memory or time:
 
             * ``"1f1b"``: each backward pass as early as possible. The first stage keeps the activations of as many
@@ -174,19 +161,14 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             * A custom table: the path of a CSV file in the format of ``torch.distributed.pipelining``, or a function
               ``(processes, microbatches) -> table``; see
               :func:`~strategies.pipeline.schedule.custom.custom_table`.
-        chunks_per_stage: Number of chunks of consecutive layers in each stage, under ``"interleaved"`` (default: 2)
-            and ``"zb-h1"`` (default: 1). The model needs at least one layer per chunk. Under ``"auto"``, the largest
-            number that may be chosen (default: 2).
+        rpc_timeout_sec: Seconds for which a process may be idle while another process waits for it. After that it is
+            declared hung and ended, and the error contains its Python stack. A process that computes may take ten
+            times as long. Default: 60.
         data_plane: How stages exchange activations and gradients. ``"auto"`` (default) is ``"gloo"``: through the
             memory of the hosts. ``"nccl"``: from GPU to GPU, if no two stages share a GPU; it has never run
             (``docs/gpu.md``), so it is never chosen automatically. For tests on CPUs, ``"simulated"`` runs the code of
             ``"nccl"`` by the rules of NCCL and reports tensors that are changed while they are being sent;
             ``"simulated-serial"`` does the same on devices that run one operation at a time.
-        max_microbatches: With ``microbatches="auto"``, the largest number that may be chosen. Default: 32.
-        memory_limit_bytes: With ``schedule="auto"``, what each process may take for activations and for parameters,
-            which count four times, as with Adam and its gradients. They count five times where a run holds two sets of
-            gradients (``docs/decisions/098-two-sets-of-gradients.md``). A fifth is added for what allocators keep.
-            Default: no limit.
         deferred_batch_norm: If ``True``, the running statistics of BatchNorm layers are updated once per batch from all
             of its rows; otherwise once per micro-batch. In both cases BatchNorm normalises each micro-batch by its
             own statistics. Default: ``False``.
@@ -219,14 +201,11 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         snapshot_every_n_steps: With ``max_restarts``, the number of optimizer steps after which every worker copies its
             part of the model and of the optimizer states into memory that outlives it. After a loss, new workers
             repeat the computation since the last copy. Default: 1.
-        rebalance: ``"auto"``: at the end of each training epoch, or every ``rebalance_every_n_steps``, layers may move
-            to other stages. They move if recorded steps predict that this saves ``rebalance_threshold`` of the time of
-            the passes, such as when the process of a stage has become slow. Losses and weights are those of a run
-            without it. For one pipeline whose workers the strategy starts, on CPUs; see ``docs/monitor.md``. Default:
-            ``None``.
-        rebalance_every_n_steps: With ``rebalance="auto"``, the number of batches after which layers may move. Default:
-            at the end of each epoch.
-        rebalance_threshold: With ``rebalance="auto"``, the predicted share that must be saved. Default: 0.1.
+        rebalance: ``"auto"``: at the end of each training epoch, layers may move to other stages. They move if recorded
+            steps predict that this saves a tenth of the time of the passes, such as when the process of a stage has
+            become slow. A :class:`~strategies.lightning.options.Rebalance` says when and from which share on, such as
+            ``Rebalance(every_n_steps=100)``. Losses and weights are those of a run without it. For one pipeline whose
+            workers the strategy starts, on CPUs; see ``docs/monitor.md``. Default: ``None``.
         gather_on_end: Whether weights and optimizer states of all stages come back to the driver when a run ends.
             ``None`` (default): unless the model was built without memory, in ``configure_model`` or
             ``trainer.init_module()``, so that the driver need not hold it. Values that have not come back are only in
@@ -243,18 +222,13 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
 
     def __init__(
         self,
-        balance: list[int] | Literal["even"] | None = None,
+        balance: list[int] | Literal["even", "by_size", "by_time"] = "by_size",
         microbatches: int | Literal["auto"] = DEFAULT_MICROBATCHES,
         checkpoint: str = "except_last",
-        balance_mode: str = "balance_by_size",
-        pipelined_backward: bool = True,
-        rpc_timeout_sec: float = 60.0,
         *,
-        schedule: str | Path | Callable[[int, int], Any] = "gpipe",
-        chunks_per_stage: int | None = None,
+        schedule: Schedule | str | Path | Callable[[int, int], Any] = "gpipe",
+        rpc_timeout_sec: float = 60.0,
         data_plane: str = "auto",
-        max_microbatches: int | None = None,
-        memory_limit_bytes: int | None = None,
         deferred_batch_norm: bool = False,
         module: str | None = None,
         loss_weight: Literal["rows", "tokens"] = "rows",
@@ -264,9 +238,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         async_save: bool = False,
         max_restarts: int = 0,
         snapshot_every_n_steps: int = 1,
-        rebalance: Literal["auto"] | None = None,
-        rebalance_every_n_steps: int | None = None,
-        rebalance_threshold: float | None = None,
+        rebalance: Rebalance | Literal["auto"] | None = None,
         gather_on_end: bool | None = None,
         accelerator: Any | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -278,14 +250,9 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             balance,
             microbatches,
             checkpoint,
-            balance_mode,
-            pipelined_backward,
-            rpc_timeout_sec,
             schedule,
-            chunks_per_stage,
+            rpc_timeout_sec,
             data_plane,
-            max_microbatches,
-            memory_limit_bytes,
             deferred_batch_norm,
             module,
             loss_weight,
@@ -296,15 +263,9 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             max_restarts,
             snapshot_every_n_steps,
             rebalance,
-            rebalance_every_n_steps,
-            rebalance_threshold,
             gather_on_end,
         )
         settings = self.options.settings
-        if balance_mode not in BALANCE_MODES:
-            raise MisconfigurationException(
-                f"Unknown balance_mode {balance_mode!r}{did_you_mean(str(balance_mode), BALANCE_MODES)}"
-            )
         check_state_dict_type(state_dict_type, checkpoint_io)
         self._division, self._construction = Division(self.options, _search), ModelConstruction(gather_on_end)
         parameters = signature(RPCSequentialStrategy.__init__).parameters
@@ -346,8 +307,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         The fork server starts here, unless layers will be timed: then it starts in ``setup``, when they have been.
         """
         super().setup_environment()
-        by_time = self.options.balance is None and self.options.balance_mode == "balance_by_time"
-        if not by_time and not self.options.settings.is_auto:
+        if not self.options.balances_by_time and not self.options.settings.is_auto:
             self._start_fork_server()
 
     def _start_fork_server(self) -> None:
@@ -369,7 +329,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         """Predict time and memory of ways to run a model, without starting a process; see ``trainer.Trainer.plan``."""
         from strategies.planning.plan import PipelineOptions, PlanChoices, plan_table
 
-        limit = memory_limit_bytes if memory_limit_bytes is not None else self.options.memory_limit_bytes
+        limit = memory_limit_bytes if memory_limit_bytes is not None else self.options.order.memory_limit_bytes
         numbers = stages if stages is not None else [max(2, len(self.devices))]
         choices = PlanChoices(numbers, microbatches, schedules, limit)
         return plan_table(trainer, model, data, PipelineOptions.of(self.options, self, trainer.num_nodes), choices)
@@ -544,7 +504,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
     # Layers that move
 
     @property
-    def balance(self) -> Sequence[int] | Literal["even"] | None:
+    def balance(self) -> Sequence[int] | Literal["even", "by_size", "by_time"]:
         """The number of layers of each chunk that is in use; before the first run, as it was given."""
         return self._division.balance
 

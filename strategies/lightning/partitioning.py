@@ -41,8 +41,6 @@ from strategies.pipeline.partition.sequential import Pipelined, check_balance
 from strategies.pipeline.stage.layers import num_recomputed
 from strategies.pipeline.stage.skip import verify_skippables
 
-BALANCE_MODES = ("balance_by_size", "balance_by_time")
-
 BUDGET_SECONDS = 1.0
 """The time that the passes of all layers may take together, beyond warm-up and the first few."""
 
@@ -256,7 +254,7 @@ def find_balance(
     num_stages: int,
     num_chunks: int,
     given: list[int] | Literal["even"] | None,
-    mode: str,
+    by_time: bool,
     settings: Settings,
     device: torch.device,
     precision: Precision | None = None,
@@ -275,7 +273,7 @@ def find_balance(
         given: The number of layers of each chunk; ``"even"`` for equal numbers; ``None`` to measure each layer and the
             rest of the model, which the process of the last stage runs. Without an input, only parameters count, and
             only if the layers are all alike.
-        mode: What is measured: ``"balance_by_size"`` (bytes) or ``"balance_by_time"`` (seconds).
+        by_time: Whether seconds are measured, otherwise bytes.
         settings: Micro-batches, schedule and recomputation.
         device: Where a copy of one layer at a time is measured.
         precision: The precision of the training; by default that of the tensors.
@@ -288,12 +286,12 @@ def find_balance(
     """
     if given is not None and given != "even":
         with as_misconfiguration():
-            return check_balance(given, len(module), num_stages, chunks_per_stage=num_chunks // num_stages)
+            return check_balance(given, len(module), num_stages, chunks=num_chunks // num_stages)
     if len(module) < num_chunks and num_chunks > num_stages:
         raise MisconfigurationException(
             f"The pipelined {type(module).__name__} has {len(module)} layers, too few for {num_stages} devices with "
             f"{num_chunks} chunks of layers under schedule={settings.schedule!r}: each chunk needs one. Use fewer "
-            "devices or a smaller chunks_per_stage, schedule='1f1b', or divide the module into more layers."
+            "devices or a smaller chunks, schedule='1f1b', or divide the module into more layers."
         )
     if len(module) < num_stages:
         raise MisconfigurationException(
@@ -304,7 +302,6 @@ def find_balance(
         return [len(module)]
     if given == "even" or num_stages == 1:
         return partition_costs([1] * len(module), num_chunks)
-    by_time = mode == "balance_by_time"
     if model.example_input_array is None and example_of(model, module) is None and not _are_alike(module):
         each = f"{num_stages} devices" if num_chunks == num_stages else f"{num_chunks} chunks"
         raise MisconfigurationException(

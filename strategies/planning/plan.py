@@ -170,14 +170,14 @@ class PipelineOptions:
         """
         return cls(
             given.module,
-            given.balance,
+            given.given_balance,
             given.settings,
             ranks.root_device,
             ranks.world_size,
             ranks.world_size if given.shard_optimizer_states else 1,
             num_nodes,
             given.loss_weight,
-            [name for name in ("max_microbatches", "memory_limit_bytes") if getattr(given, name) is not None],
+            [name for name in ("max_microbatches", "memory_limit_bytes") if getattr(given.order, name) is not None],
             NUM_SLOTS if given.max_restarts else 0,
             given.gather_on_end,
         )
@@ -468,7 +468,7 @@ class _Plan:
             schedules.remove("gpipe")
         for schedule in schedules:
             check_automatic_optimization(self._model, schedule)
-            settings = replace(options.settings, schedule=schedule, chunks_per_stage=None, pipelined_backward=True)
+            settings = replace(options.settings, schedule=schedule, chunks=None, pipelined_backward=True)
             check_loss_weight(options.loss_weight, settings)
         if not options.settings.pipelined_backward:
             self._notes.append("all rows are those with pipelined_backward=True")
@@ -476,7 +476,7 @@ class _Plan:
 
     def _chunks(self, schedule: str) -> int:
         least, default, most = SCHEDULES[schedule].chunks
-        given = self._options.settings.chunks_per_stage
+        given = self._options.settings.chunks
         return given if given is not None and least <= given <= most else default
 
     def _balance(self, stages: int, chunks: int) -> list[int] | None:
@@ -489,7 +489,7 @@ class _Plan:
         if len(given) != stages * chunks:
             return None
         with as_misconfiguration():
-            return check_balance(given, num, stages, chunks_per_stage=chunks)
+            return check_balance(given, num, stages, chunks=chunks)
 
     def _numbers(self, rows: int, least_rows: int) -> list[int]:
         """Return the numbers of micro-batches to compare.

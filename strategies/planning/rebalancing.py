@@ -13,16 +13,13 @@ from strategies.lightning.compat import MisconfigurationException, rank_zero_war
 from strategies.lightning.features.feature import Feature
 from strategies.lightning.features.moving_layers import check_can_move, check_movable, refuse
 from strategies.lightning.hooks import Undo
-from strategies.lightning.options import Options
+from strategies.lightning.options import Options, Rebalance
 from strategies.lightning.run import Preparation, Run
 from strategies.pipeline.driver import BatchRecording, Pipeline
 from strategies.pipeline.executor.settings import Settings
 from strategies.planning.imbalance import STEPS_TO_ASSESS, Imbalance, LastSteps, assess, measured_step
 
 AUTO = "auto"
-
-LEAST_GAIN = 0.1
-"""The default of ``rebalance_threshold``: moving layers takes a second or more, and predictions are not exact."""
 
 _RECORDED_PER_PERIOD = 8
 """How many steps are recorded in an epoch, or in n steps."""
@@ -39,7 +36,7 @@ class Rebalancing(Feature):
         least_gain: The share of the time of a step's passes that another balance must be predicted to save.
     """
 
-    options = ("rebalance", "rebalance_every_n_steps", "rebalance_threshold")
+    options = ("rebalance",)
 
     def __init__(self, every_n_steps: int | None, least_gain: float) -> None:
         self._decisions = Decisions(every_n_steps, least_gain)
@@ -48,10 +45,9 @@ class Rebalancing(Feature):
     @classmethod
     def of(cls, options: Options) -> "Rebalancing | None":
         """Return the feature if layers may move by themselves."""
-        given = (options.rebalance, options.rebalance_every_n_steps, options.rebalance_threshold)
-        if all(each is None for each in given):
+        if options.rebalance is None:
             return None
-        check_arguments(*given, options.settings)
+        given = checked_rebalance(options.rebalance, options.settings)
         check_movable(
             "rebalance='auto'",
             replicas=options.data_parallel_size,
@@ -60,7 +56,7 @@ class Rebalancing(Feature):
             gathers=options.gather_on_end is not False,
             profiles=False,
         )
-        return cls(options.rebalance_every_n_steps, options.rebalance_threshold or LEAST_GAIN)
+        return cls(given.every_n_steps, given.threshold)
 
     def check(self, prepared: Preparation) -> None:
         """Check that layers can move in this run."""
@@ -171,38 +167,34 @@ class Decisions:
             self._steps.add(costs)
 
 
-def check_arguments(rebalance: Any, every_n_steps: Any, threshold: Any, settings: Settings) -> None:
-    """Check the arguments about rebalancing, at least one of which is given.
+def checked_rebalance(rebalance: Any, settings: Settings) -> Rebalance:
+    """Return when layers move.
 
     Args:
-        rebalance: The argument of the strategy.
-        every_n_steps: ``rebalance_every_n_steps``.
-        threshold: ``rebalance_threshold``.
+        rebalance: The argument of the strategy, which is given.
         settings: Settings of the pipeline.
 
     Raises:
-        MisconfigurationException: If a value is wrong, or has no effect.
+        MisconfigurationException: If a value is wrong, or if layers cannot move under these settings.
     """
-    if rebalance not in (None, AUTO):
+    if rebalance != AUTO and not isinstance(rebalance, Rebalance):
         raise MisconfigurationException(
-            f"rebalance must be 'auto' or None, got {rebalance!r}{did_you_mean(str(rebalance), (AUTO,))}"
+            f"rebalance must be 'auto', Rebalance(...) or None, got {rebalance!r}"
+            f"{did_you_mean(str(rebalance), (AUTO,))}"
         )
-    given = {"rebalance_every_n_steps": every_n_steps, "rebalance_threshold": threshold}
-    for name, value in given.items():
-        if value is not None and rebalance is None:
-            raise MisconfigurationException(f"{name}={value!r} is for rebalance='auto'; set that, or leave it out.")
-    if every_n_steps is not None and (
-        not isinstance(every_n_steps, int) or isinstance(every_n_steps, bool) or every_n_steps < STEPS_TO_ASSESS
-    ):
+    given = Rebalance() if rebalance == AUTO else rebalance
+    number, threshold = given.every_n_steps, given.threshold
+    if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < STEPS_TO_ASSESS):
         raise MisconfigurationException(
-            f"rebalance_every_n_steps must be a whole number of at least {STEPS_TO_ASSESS}, of which so many are "
-            f"recorded, got {every_n_steps!r}."
+            f"every_n_steps of rebalance must be a whole number of at least {STEPS_TO_ASSESS}, of which so many are "
+            f"recorded, got {number!r}."
         )
-    if threshold is not None and (not isinstance(threshold, int | float) or not 0 < threshold < 1):
-        raise MisconfigurationException(f"rebalance_threshold must be between 0 and 1, got {threshold!r}.")
+    if not isinstance(threshold, int | float) or not 0 < threshold < 1:
+        raise MisconfigurationException(f"threshold of rebalance must be between 0 and 1, got {threshold!r}.")
     reasons = {
         "measures the passes of each micro-batch, but pipelined_backward=False runs the backward passes of all at "
         "once": not settings.pipelined_backward,
         "keeps the order of passes, which schedule='auto' has chosen together with the balance": settings.is_auto,
     }
     refuse("rebalance='auto'", reasons)
+    return given

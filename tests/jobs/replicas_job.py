@@ -209,7 +209,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
     ),
     "divided, interleaved": (Net, {**DIVIDED, "schedule": "interleaved", "balance": [2, 1, 2, 1]}, {}),
-    "auto": (MeasuredNet, {"schedule": "auto", "balance": None}, {}),
+    "auto": (MeasuredNet, {"schedule": "auto", "balance": "by_size"}, {}),
     "divided, tied": (partial(Net, tied=True), {**DIVIDED, "checkpoint": "always"}, {}),
     "divided, manual": (ManualNet, DIVIDED, {}),
 }

@@ -37,7 +37,7 @@ class Division(Feature):
 
     def __init__(self, options: Options, search: Callable[..., PlannedSchedule]) -> None:
         self._options, self._search = options, search
-        self.balance: Sequence[int] | Literal["even"] | None = options.balance
+        self.balance: Sequence[int] | Literal["even", "by_size", "by_time"] = options.balance
         self.path = options.module or "sequential_module"
         self._planned: PlannedSchedule | None = None
         self._moved: list[int] = []
@@ -72,7 +72,7 @@ class Division(Feature):
 
     def _divide(self, prepared: Preparation, is_reversed: bool) -> tuple[Settings, list[int]]:
         options, settings, model, module = self._options, prepared.settings, prepared.model, prepared.module
-        ranks, given = prepared.ranks, options.balance
+        ranks, given = prepared.ranks, options.given_balance
         measuring: dict[str, Any] = {
             "num_stages": prepared.num_stages,
             "device": ranks.root_device,
@@ -93,7 +93,7 @@ class Division(Feature):
             path=prepared.path,
             num_chunks=num_chunks,
             given=given,
-            mode=options.balance_mode,
+            by_time=options.balances_by_time,
             settings=settings,
             **measuring,
         )
@@ -101,9 +101,9 @@ class Division(Feature):
 
     def _plan(self, prepared: Preparation, measuring: Mapping[str, Any]) -> PlannedSchedule | None:
         """Return the schedule for ``schedule="auto"``; ``None`` if none fits, and nothing is trained."""
-        options, settings, module, given = self._options, prepared.settings, prepared.module, self._options.balance
+        options, settings, module = self._options, prepared.settings, prepared.module
         sets = num_gradient_sets(prepared.trainer, prepared.model) if prepared.is_fitting else 1
-        planned, num_stages = self._planned, prepared.num_stages
+        planned, num_stages, given = self._planned, prepared.num_stages, options.given_balance
         if planned is not None and fits(planned, num_stages, len(module), given, settings, options.search, sets):
             return planned
         if not prepared.is_fitting or num_stages == 1:

@@ -29,7 +29,7 @@ def move_layers(run: Run, balance: Sequence[int], why: str) -> bool:
     pipeline, stage_of, num_stages = run.pipeline, run.stage_of_chunk, run.num_stages
     with as_misconfiguration():
         chunks = len(stage_of) // num_stages
-        numbers = check_balance(balance, len(pipeline.module), num_stages, chunks_per_stage=chunks)
+        numbers = check_balance(balance, len(pipeline.module), num_stages, chunks=chunks)
         before = pipeline.balance
         if numbers == before:
             return False
