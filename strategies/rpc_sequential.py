@@ -454,6 +454,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         for feature in self.features:
             if (step := feature.training_step(prepared, pipeline)) is not None:
                 return step
+        assert not prepared.settings.interleaves, "a feature runs training_step once per micro-batch"
         return WholeBatch(prepared.model, pipeline, super().training_step)
 
     def _end_by(self, undo: Iterable[Undo]) -> None:
