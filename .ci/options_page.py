@@ -20,6 +20,12 @@ STRATEGIES = [  # heading, class, file
     ('DataParallel: `strategy="dp"`', "DataParallelStrategy", "strategies/dp.py"),
 ]
 
+DATACLASSES = [  # class, file
+    ("Schedule", "strategies/lightning/options.py"),
+    ("Rebalance", "strategies/lightning/options.py"),
+]
+"""Options of one theme, for an argument of the pipeline."""
+
 HEAD = """# Options
 
 <!-- Written by .ci/options_page.py from the docstrings of the strategies. Change those, then run it. -->
@@ -39,6 +45,8 @@ trainer:
       schedule: 1f1b
 ```
 
+A dataclass such as `Schedule("interleaved", chunks=2)` is a mapping in YAML:
+`schedule: {name: interleaved, chunks: 2}`.
 An option that would have no effect is an error. [Choose a strategy](choose_a_strategy.md) compares strategies and
 schedules.
 """
@@ -54,7 +62,22 @@ def page() -> str:
         assert {option for option, _ in options} == _names(cls), f"{name} documents the arguments that it has"
         parts.append(f"## {heading}\n")
         parts += [f"### `{option}`\n\n{_markdown(text)}\n" for option, text in options]
+        if name == "RPCSequentialStrategy":
+            parts += [_fields(*each) for each in DATACLASSES]
     return "\n".join(parts)
+
+
+def _fields(name: str, file: str) -> str:
+    """Return the section of a dataclass."""
+    tree = ast.parse((ROOT / file).read_text())
+    cls = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+    docstring = ast.get_docstring(cls) or ""
+    options = _arguments(docstring)
+    targets = [node.target for node in cls.body if isinstance(node, ast.AnnAssign)]
+    fields = {target.id for target in targets if isinstance(target, ast.Name)}
+    assert {option for option, _ in options} == fields, f"{name} documents the fields that it has"
+    entries = "".join(f"\n- `{option}`: " + _markdown(text).replace("\n", "\n  ") for option, text in options)
+    return f"### `{name}(...)`\n\n{_markdown(docstring.partition(chr(10))[0])}\n{entries}\n"
 
 
 def _names(cls: ast.ClassDef) -> set[str]:

@@ -74,7 +74,7 @@ class Saving(Callback):
         self._step_began = perf_counter()
 
     def on_train_batch_end(self, trainer: Any, model: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.strategy._pipeline.wait()
+        self.strategy.pipeline.wait()
         turn, step = divmod(batch_idx, 1 + STEPS_MEANWHILE)
         mode = list(MODES)[turn % len(MODES)]
         warm, in_background = turn >= WARM_UP * len(MODES), mode.endswith("asynchronous")
@@ -95,7 +95,7 @@ class Saving(Callback):
         remove(self.path)
         os.sync()
         ctypes.CDLL(None).malloc_trim(0)  # returns freed memory, which would hide the growth of this save
-        self.pids = [os.getpid(), self.strategy._pipeline.workers._processes[0].pid]
+        self.pids = [os.getpid(), self.strategy.pipeline.workers._processes[0].pid]
         for pid in self.pids:
             Path(f"/proc/{pid}/clear_refs").write_text("5")  # resets the peak
         self.before = [memory_mib(pid, "VmRSS") for pid in self.pids]

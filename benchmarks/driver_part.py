@@ -102,8 +102,8 @@ def run(shape: Shape, steps: int, **settings: Any) -> tuple[list[int], list[floa
 def contest(shape: Shape, schedule: str, rounds: int, steps: int) -> Table:
     """Measures every balance under one schedule, and marks those that are found."""
     found: dict[str, list[int]] = {}
-    for mode in ("balance_by_time", "balance_by_size"):
-        found[mode.removeprefix("balance_")], _ = run(shape, 1, schedule=schedule, balance_mode=mode)
+    for way in ("by_time", "by_size"):
+        found[way], _ = run(shape, 1, schedule=schedule, balance=way)
     balances = [[first, shape.blocks - first] for first in range(1, shape.blocks)]
     seconds: dict[str, list[float]] = {str(balance): [] for balance in balances}
     generator = random.Random(0)
@@ -133,7 +133,7 @@ def main(effort: Effort) -> Section:
         f"A GPT of {shape.blocks} blocks of width {shape.width} in an nn.ModuleList with a vocabulary of "
         f"{shape.vocabulary:,}, on 2 processes of one thread each; {MICROBATCHES} micro-batches of "
         f"{shape.rows // MICROBATCHES} x {shape.length} tokens, recomputation but for the last, SGD. Embedding, head "
-        'and loss run on the driver, with the last stage. "found" marks what balance=None finds by time and by size; '
+        'and loss run on the driver, with the last stage. "found" marks what by_time and by_size find; '
         "by size, bytes are balanced and not the time of a step.",
         tables=[contest(shape, schedule, rounds, steps) for schedule in schedules],
         notes=["Another load on the machine lengthens single runs, so the range over rounds belongs to each figure."],

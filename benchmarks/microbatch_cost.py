@@ -94,7 +94,7 @@ class UnderLightning:
 
             def on_train_batch_start(turns, trainer: Any, *_: Any) -> None:
                 if turns.remaining == 0:
-                    strategy._pipeline.wait()
+                    strategy.pipeline.wait()
                     self.done.put(turns.loss)
                     turns.remaining = self.orders.get()
                 turns.remaining -= 1

@@ -79,9 +79,7 @@ if __name__ == "__main__":
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=RPCSequentialStrategy(
-            balance_mode="balance_by_time", microbatches=4, schedule="1f1b", checkpoint="never"
-        ),
+        strategy=RPCSequentialStrategy(balance="by_time", microbatches=4, schedule="1f1b", checkpoint="never"),
         max_epochs=1,
         default_root_dir="runs",
         callbacks=[Report()],

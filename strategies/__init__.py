@@ -19,7 +19,9 @@ _MODULE_OF = {
     "DDPStrategy": "strategies.ddp",
     "DataParallelStrategy": "strategies.dp",
     "RPCSequentialStrategy": "strategies.rpc_sequential",
+    "Rebalance": "strategies.lightning.options",
     "RemoteModule": "strategies.remote.module",
+    "Schedule": "strategies.lightning.options",
     "ZeROStrategy": "strategies.zero",
 }
 
@@ -27,7 +29,9 @@ __all__ = [
     "DDPStrategy",
     "DataParallelStrategy",
     "RPCSequentialStrategy",
+    "Rebalance",
     "RemoteModule",
+    "Schedule",
     "StrategyPlugin",
     "ZeROStrategy",
 ]

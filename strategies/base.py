@@ -78,7 +78,7 @@ class StrategyPlugin(Strategy):
     """Time limit for operations of the process group."""
     _undo_step_hooks: tuple[Callable[[], None], ...] = ()
     """Functions that remove the step hooks of the optimizers."""
-    _averages_gradients = True
+    averages_gradients = True
     """Whether backward passes average gradients over the processes; not within :meth:`block_backward_sync`."""
     _rank_0_watch: Rank0Watch | None = None
     _undo_waiting: Sequence[Callable[[], None]] = ()
@@ -252,12 +252,12 @@ class StrategyPlugin(Strategy):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Within this, backward passes accumulate gradients in each process and do not average them."""
-        before, self._averages_gradients = self._averages_gradients, False
+        before, self.averages_gradients = self.averages_gradients, False
         try:
             with cast(Any, super()).block_backward_sync():  # of ParallelStrategy
                 yield
         finally:
-            self._averages_gradients = before
+            self.averages_gradients = before
 
     # Optimizers
 

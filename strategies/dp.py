@@ -20,9 +20,9 @@ from torchmetrics import Metric
 
 from strategies.base import StrategyPlugin
 from strategies.common.torch_compat import tree_flatten, tree_leaves, tree_unflatten
-from strategies.lightning.checks import is_external
 from strategies.lightning.compat import MisconfigurationException, ParallelStrategy, pl, set_device
 from strategies.lightning.hooks import collect_logs
+from strategies.lightning.launch.environment import is_external
 
 
 class DataParallelStrategy(StrategyPlugin, ParallelStrategy):

@@ -1,90 +1,97 @@
 """Pipeline parallelism for an unmodified ``LightningModule``: connects Lightning to :mod:`strategies.pipeline`."""
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
+from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from strategies.base import StrategyPlugin
-from strategies.checkpoint.references import InSafetensors, references_in_file, references_in_shards
-from strategies.checkpoint.stages import StageStates
-from strategies.checkpoint.store import load_sharded, local_path, read_tensors
+from strategies.checkpoint.store import load_sharded, local_path
 from strategies.checkpoint.validate import DescribeStage, check_fit, no_stage, stages_by_name
 from strategies.checkpoint.writer import snapshot
-from strategies.common.names import did_you_mean
-from strategies.common.torch_compat import BatchNorm, default_group
-from strategies.common.transformers_compat import lazy_safetensors, switch_off_cache, switch_off_recomputation
-from strategies.common.trees import flat, with_tensors
-from strategies.launch.rounds import Rounds, shared_store
+from strategies.common.torch_compat import default_group
 from strategies.launch.workers import fork_server, share_of_threads
-from strategies.lightning import checks
-from strategies.lightning.checkpoints import AtomicCheckpointIO
+from strategies.lightning.arguments import as_misconfiguration
+from strategies.lightning.checkpoints import AtomicCheckpointIO, check_state_dict_type
 from strategies.lightning.compat import (
     CheckpointIO,
     ClusterEnvironment,
     LightningModule,
-    MisconfigurationException,
     Precision,
-    PyTorchProfiler,
     Trainer,
     TrainerFn,
     is_stand_in,
-    rank_zero_info,
     rank_zero_warn,
     unwrapped,
 )
-from strategies.lightning.hooks import (
-    Undo,
-    after_backward,
-    collect_logs,
-    follow_optimizers,
-    follow_precision,
-    operations_over_stages,
-    scaler_of,
-    without_logs,
+from strategies.lightning.features.averages import WeightAverages
+from strategies.lightning.features.batch_norm import BatchNormLayers
+from strategies.lightning.features.construction import ModelConstruction
+from strategies.lightning.features.division import Division
+from strategies.lightning.features.feature import (
+    ImportedIfAskedFor,
+    KindOfFeature,
+    MemoryArguments,
+    PipelineArguments,
+    features_of,
+    overriding,
 )
-from strategies.lightning.launch.rank_launcher import RanksLauncher
+from strategies.lightning.features.hugging_face import HuggingFaceModels
+from strategies.lightning.features.moving_layers import check_can_move, move_layers
+from strategies.lightning.features.per_microbatch import StepsPerMicrobatch
+from strategies.lightning.features.precision import PrecisionOnStages
+from strategies.lightning.features.profiler import ProfilerOnStages
+from strategies.lightning.features.recovery import LostWorkers
+from strategies.lightning.features.replicas import AveragedReplicas
+from strategies.lightning.features.seeds import LayerSeeds
+from strategies.lightning.features.summary import SummaryOfStages
+from strategies.lightning.hooks import Undo, follow_optimizers
 from strategies.lightning.launch.replicas import ReplicatedStrategy
-from strategies.lightning.loss_weights import LossWeights, has_own_weights
-from strategies.lightning.moving_layers import check_movable, moves
-from strategies.lightning.partitioning import BALANCE_MODES, find_balance, find_module, find_path, is_reversed
-from strategies.lightning.per_microbatch import TrainingStepPerMicrobatch, num_gradient_sets
-from strategies.lightning.profiler import ProfiledStages
-from strategies.lightning.search_settings import DEFAULT_MICROBATCHES, SearchSettings, fits, with_schedule
-from strategies.lightning.summary import show_stages
-from strategies.lightning.weight_averaging import average_on_stages, find_copies
+from strategies.lightning.options import Options, Rebalance, Schedule
+from strategies.lightning.partitioning import find_module, is_called_in_reverse
+from strategies.lightning.run import Preparation, Run, TrainingStep, stages_of_chunks
+from strategies.lightning.search_settings import DEFAULT_MICROBATCHES
+from strategies.lightning.whole_batch import WholeBatch
 from strategies.optim.restricted import check_optimizer_states
-from strategies.optim.trial import check_divisible
-from strategies.pipeline.construction.initialise import initialise
-from strategies.pipeline.construction.recording import Construction
-from strategies.pipeline.construction.stored import FileReference
 from strategies.pipeline.driver import Pipeline
-from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.partition.memory import DevicePlacement, check_memory
-from strategies.pipeline.partition.sequential import Pipelined, check_balance, cut
+from strategies.pipeline.partition.sequential import Pipelined, cut
 from strategies.pipeline.recovery.repairs import Repair
 from strategies.pipeline.schedule.planned import PlannedSchedule
-from strategies.pipeline.stage.layers import Seeds
-from strategies.pipeline.state.remote_tensor import RemoteParameter
-from strategies.pipeline.state.stand_ins import (
-    replace_parameter,
-    without_layers,
-    without_meta_tensors,
-    without_stand_ins,
-)
-from strategies.pipeline.transport.slots import NUM_SLOTS
+from strategies.pipeline.state.stand_ins import without_layers, without_meta_tensors
 from strategies.sharding.states import gather_state_dict
 
 if TYPE_CHECKING:
     from strategies.planning.plan import PlanTable
-    from strategies.planning.rebalancing import Rebalancing
+
+FEATURES: Sequence[KindOfFeature] = (
+    ProfilerOnStages,
+    StepsPerMicrobatch,
+    HuggingFaceModels,
+    SummaryOfStages,
+    AveragedReplicas,
+    LostWorkers,
+    PrecisionOnStages,
+    BatchNormLayers,
+    LayerSeeds,
+    WeightAverages,
+    ImportedIfAskedFor("strategies.planning.rebalancing", "Rebalancing", ("rebalance",)),
+)
+"""What a pipeline can do besides training, in the order in which each has its turn. A feature is its file and its line
+here."""
+
+INTRINSIC_OPTIONS = (
+    *("balance", "module", "microbatches", "checkpoint", "schedule", "rpc_timeout_sec", "data_plane"),
+    *("state_dict_type", "async_save", "gather_on_end"),
+)
+"""The options that have an effect without any of these features."""
 
 
 class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
@@ -111,14 +118,20 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
     ``schedule="auto"`` measures, before the first ``fit``, the forward and backward passes of every layer, what the
     driver runs outside the layers, the transfer between two processes, and a step of AdamW, which stands for that of
     the model's optimizer. It searches schedule, balance and order of passes on a simulator. It takes the model's
-    ``example_input_array`` for a batch (see ``balance_mode``). One line says what was chosen and why. The choice is
+    ``example_input_array`` for a batch (see ``balance``). One line says what was chosen and why. The choice is
     kept for later runs, stored in checkpoints and used again on resuming.
 
     Args:
-        balance: Number of layers of each stage, or ``"even"`` for equal numbers. ``None`` (default) finds the numbers
-            by ``balance_mode``: the exact optimum for the measured costs, with no empty stage. After ``setup`` the
-            attribute ``balance`` is the list in use. If stages have several chunks of layers (see
-            ``chunks_per_stage``), it has one number for each chunk, in the order of the layers.
+        balance: Number of layers of each stage, or a way to find the numbers: ``"by_size"`` (default; bytes of
+            parameters and activations), ``"by_time"`` (measured time of forward and backward passes), or ``"even"`` for
+            equal numbers. The first two give the exact optimum for the measured costs, with no empty stage. Both
+            measure each layer and, as a cost of the last stage, what the driver runs outside the layers (embedding,
+            norm, head, logits; the loss if ``forward`` returns it). Under ``schedule="gpipe"``, the time of that part
+            does not count, because the stages wait while it runs. Both use the model's ``example_input_array``. Without
+            it, a model of Hugging Face is measured on an input made from its configuration. For other models only the
+            parameters count then, and all layers must have the same class and shapes. After ``setup`` the attribute
+            ``balance`` is the list in use. If stages have several chunks of layers, it has one number for each chunk,
+            in the order of the layers.
         microbatches: Number of parts into which each batch is split; the stages work on different parts at the same
             time. More parts shorten the time for which stages are idle, but each part must be large enough to be
             computed efficiently. The number of rows need not be divisible by it. Default: 8. ``"auto"``, under
@@ -129,22 +142,10 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             ``"always"``, ``"except_last"`` (default; all but the last) or ``"never"`` (fastest, if memory allows).
             Under the first two, gradient checkpointing of a Hugging Face model is off in the blocks during ``fit``,
             because the stages recompute them; under ``"never"`` it stays on.
-        balance_mode: ``"balance_by_size"`` (default; bytes of parameters and activations) or ``"balance_by_time"``
-            (measured time of forward and backward passes). Both measure each layer and, as a cost of the last stage,
-            what the driver runs outside the layers (embedding, norm, head, logits; the loss if ``forward`` returns it).
-            Under ``schedule="gpipe"``, the time of that part does not count, because the stages wait while it runs.
-            Both use the model's ``example_input_array``. Without it, a model of Hugging Face is measured on an input
-            made from its configuration. For other models only the parameters count then, and all layers must have the
-            same class and shapes.
-        pipelined_backward: If ``True`` (default), a stage runs the backward passes of the micro-batches one after
-            another, so that stages overlap. If ``False``, it runs them in one call of autograd, after the following
-            stage has finished its backward passes.
-        rpc_timeout_sec: Seconds for which a process may be idle while another process waits for it. After that it is
-            declared hung and ended, and the error contains its Python stack. A process that computes may take ten
-            times as long. Default: 60.
-        schedule: Order of the passes. Under ``"gpipe"`` (default), all forward passes precede all backward passes, and
-            ``training_step`` runs once for the batch, so it may compute any loss over the batch. Under all other
-            schedules, ``training_step`` runs once per micro-batch and is suspended where it calls the pipelined
+        schedule: Order of the passes; with options, a :class:`~strategies.lightning.options.Schedule`, such as
+            ``Schedule("interleaved", chunks=2)``. Under ``"gpipe"`` (default), all forward passes precede all backward
+            passes, and ``training_step`` runs once for the batch, so it may compute any loss over the batch. Under all
+            other schedules, ``training_step`` runs once per micro-batch and is suspended where it calls the pipelined
             module, and its results are means weighted by ``loss_weight``. They need less memory or time:
 
             * ``"1f1b"``: each backward pass as early as possible. The first stage keeps the activations of as many
@@ -160,19 +161,14 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             * A custom table: the path of a CSV file in the format of ``torch.distributed.pipelining``, or a function
               ``(processes, microbatches) -> table``; see
               :func:`~strategies.pipeline.schedule.custom.custom_table`.
-        chunks_per_stage: Number of chunks of consecutive layers in each stage, under ``"interleaved"`` (default: 2)
-            and ``"zb-h1"`` (default: 1). The model needs at least one layer per chunk. Under ``"auto"``, the largest
-            number that may be chosen (default: 2).
+        rpc_timeout_sec: Seconds for which a process may be idle while another process waits for it. After that it is
+            declared hung and ended, and the error contains its Python stack. A process that computes may take ten
+            times as long. Default: 60.
         data_plane: How stages exchange activations and gradients. ``"auto"`` (default) is ``"gloo"``: through the
             memory of the hosts. ``"nccl"``: from GPU to GPU, if no two stages share a GPU; it has never run
             (``docs/gpu.md``), so it is never chosen automatically. For tests on CPUs, ``"simulated"`` runs the code of
             ``"nccl"`` by the rules of NCCL and reports tensors that are changed while they are being sent;
             ``"simulated-serial"`` does the same on devices that run one operation at a time.
-        max_microbatches: With ``microbatches="auto"``, the largest number that may be chosen. Default: 32.
-        memory_limit_bytes: With ``schedule="auto"``, what each process may take for activations and for parameters,
-            which count four times, as with Adam and its gradients. They count five times where a run holds two sets of
-            gradients (``docs/decisions/098-two-sets-of-gradients.md``). A fifth is added for what allocators keep.
-            Default: no limit.
         deferred_batch_norm: If ``True``, the running statistics of BatchNorm layers are updated once per batch from all
             of its rows; otherwise once per micro-batch. In both cases BatchNorm normalises each micro-batch by its
             own statistics. Default: ``False``.
@@ -209,14 +205,11 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             before it. If a value or a weight differs in one bit, an error names the stage: a layer is not
             deterministic, or a core or its memory is faulty. The driver's own layers are not verified. For the same
             pipelines as ``max_restarts``; see ``docs/lost_workers.md``. Default: 0, no step is verified.
-        rebalance: ``"auto"``: at the end of each training epoch, or every ``rebalance_every_n_steps``, layers may move
-            to other stages. They move if recorded steps predict that this saves ``rebalance_threshold`` of the time of
-            the passes, such as when the process of a stage has become slow. Losses and weights are those of a run
-            without it. For one pipeline whose workers the strategy starts, on CPUs; see ``docs/monitor.md``. Default:
-            ``None``.
-        rebalance_every_n_steps: With ``rebalance="auto"``, the number of batches after which layers may move. Default:
-            at the end of each epoch.
-        rebalance_threshold: With ``rebalance="auto"``, the predicted share that must be saved. Default: 0.1.
+        rebalance: ``"auto"``: at the end of each training epoch, layers may move to other stages. They move if recorded
+            steps predict that this saves a tenth of the time of the passes, such as when the process of a stage has
+            become slow. A :class:`~strategies.lightning.options.Rebalance` says when and from which share on, such as
+            ``Rebalance(every_n_steps=100)``. Losses and weights are those of a run without it. For one pipeline whose
+            workers the strategy starts, on CPUs; see ``docs/monitor.md``. Default: ``None``.
         gather_on_end: Whether weights and optimizer states of all stages come back to the driver when a run ends.
             ``None`` (default): unless the model was built without memory, in ``configure_model`` or
             ``trainer.init_module()``, so that the driver need not hold it. Values that have not come back are only in
@@ -233,18 +226,13 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
 
     def __init__(
         self,
-        balance: list[int] | Literal["even"] | None = None,
+        balance: list[int] | Literal["even", "by_size", "by_time"] = "by_size",
         microbatches: int | Literal["auto"] = DEFAULT_MICROBATCHES,
         checkpoint: str = "except_last",
-        balance_mode: str = "balance_by_size",
-        pipelined_backward: bool = True,
-        rpc_timeout_sec: float = 60.0,
         *,
-        schedule: str | Path | Callable[[int, int], Any] = "gpipe",
-        chunks_per_stage: int | None = None,
+        schedule: Schedule | str | Path | Callable[[int, int], Any] = "gpipe",
+        rpc_timeout_sec: float = 60.0,
         data_plane: str = "auto",
-        max_microbatches: int | None = None,
-        memory_limit_bytes: int | None = None,
         deferred_batch_norm: bool = False,
         module: str | None = None,
         loss_weight: Literal["rows", "tokens"] = "rows",
@@ -255,9 +243,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         max_restarts: int = 0,
         snapshot_every_n_steps: int = 1,
         verify_every_n_steps: int = 0,
-        rebalance: Literal["auto"] | None = None,
-        rebalance_every_n_steps: int | None = None,
-        rebalance_threshold: float | None = None,
+        rebalance: Rebalance | Literal["auto"] | None = None,
         gather_on_end: bool | None = None,
         accelerator: Any | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -265,66 +251,51 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        with checks.as_misconfiguration():
-            self._choices = SearchSettings(schedule, microbatches, max_microbatches, memory_limit_bytes)
-            self._settings = self._given_settings = Settings(
-                microbatches=self._choices.given_microbatches,
-                checkpoint=checkpoint,
-                schedule=schedule,
-                chunks_per_stage=chunks_per_stage,
-                pipelined_backward=pipelined_backward,
-                deferred_batch_norm=deferred_batch_norm,
-                rpc_timeout_sec=rpc_timeout_sec,
-                data_plane=data_plane,
-            )
-        if balance_mode not in BALANCE_MODES:
-            raise MisconfigurationException(
-                f"Unknown balance_mode {balance_mode!r}{did_you_mean(str(balance_mode), BALANCE_MODES)}"
-            )
-        checks.check_loss_weight(loss_weight, self._settings)
-        self._rebalancing: Rebalancing | None = None
-        given = (rebalance, rebalance_every_n_steps, rebalance_threshold)
-        if any(each is not None for each in given):
-            from strategies.planning.rebalancing import rebalancing_of
-
-            self._rebalancing = rebalancing_of(*given, self._settings)
-        checks.check_replicas(data_parallel_size, shard_optimizer_states)
-        self._recovery = checks.checked_recovery(max_restarts, snapshot_every_n_steps, verify_every_n_steps)
-        checks.check_state_dict_type(state_dict_type, checkpoint_io)
+        self.options = Options(
+            balance,
+            microbatches,
+            checkpoint,
+            schedule,
+            rpc_timeout_sec,
+            data_plane,
+            deferred_batch_norm,
+            module,
+            loss_weight,
+            data_parallel_size,
+            shard_optimizer_states,
+            state_dict_type,
+            async_save,
+            max_restarts,
+            snapshot_every_n_steps,
+            verify_every_n_steps,
+            rebalance,
+            gather_on_end,
+        )
+        settings = self.options.settings
+        check_state_dict_type(state_dict_type, checkpoint_io)
+        self._division, self._construction = Division(self.options, _search), ModelConstruction(gather_on_end)
+        parameters = signature(RPCSequentialStrategy.__init__).parameters
+        defaults = {name: parameter.default for name, parameter in parameters.items()}
+        self.features = [
+            self._division,
+            self._construction,
+            *features_of(FEATURES, self.options, INTRINSIC_OPTIONS, defaults),
+        ]
+        """What a run can do besides training. More can be added before the first run; see CONTRIBUTING.md."""
         parallel = (accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
-        super().__init__(data_parallel_size, *parallel)
-        self.balance: Sequence[int] | Literal["even"] | None = balance
-        self._timeout = timedelta(seconds=self._settings.patience_seconds)
-        self._given_balance, self._balance_mode, self._given_path = balance, balance_mode, module
-        self._module_path = module or "sequential_module"
-        self._is_reversed = False
-        self._planned: PlannedSchedule | None = None  # what schedule="auto" has chosen
-        self._loss_weight = loss_weight
-        self._pipeline: Pipeline | None = None
-        self._seeds: Seeds | None = None  # go on over several fits
+        super().__init__(data_parallel_size, *parallel, replaces_workers=max_restarts > 0)
+        self._timeout = timedelta(seconds=settings.patience_seconds)
         self._state_dict_type, self._async_save = state_dict_type, async_save
-        self._stage_states: StageStates | None = None
-        self._per_microbatch: TrainingStepPerMicrobatch | None = None
-        self._divides_states, self._gathers_on_end = shard_optimizer_states, gather_on_end
+        self._run: Run | None = None
+        self._ending = ExitStack()
         self._repairs: Sequence[Repair] = ()
-        if rebalance is not None:
-            gathers = gather_on_end is not False
-            check_movable(
-                "rebalance='auto'",
-                replicas=data_parallel_size,
-                is_external=False,
-                devices=[],
-                gathers=gathers,
-                profiles=False,
-            )
-        self._gathers = True
-        self._rebalanced: list[int] | None = None  # the balance that rebalancing has found
-        self._undo: list[Undo] = []
-        self._construction = Construction()
-        self._references: dict[int, FileReference] = {}  # to the weights of the checkpoint that is being loaded
-        self._profiled: ProfiledStages | None = None
-        self._batch_norms: dict[str, BatchNorm] = {}
-        self._has_warned_of_batch_norm = False
+
+    # Before a run
+
+    def _check_devices(self) -> None:
+        super()._check_devices()
+        for feature in self.features:
+            feature.check_launch(self)
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -333,16 +304,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         The context of ``configure_model`` and of ``trainer.init_module()``. Values are the same as without it. Files
         of ``safetensors`` that ``from_pretrained`` loads are read by these processes too.
         """
-
-        def later(path: str, key: str, like: Tensor) -> Tensor:
-            return self._construction.stored_tensor(InSafetensors.of(path, key), like)
-
-        with (
-            super().tensor_init_context(empty_init),
-            torch.device("cpu"),
-            lazy_safetensors(later),
-            self._construction.recording(),
-        ):
+        with super().tensor_init_context(empty_init), self._construction.recording():
             yield
 
     def setup_environment(self) -> None:
@@ -351,9 +313,13 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         The fork server starts here, unless layers will be timed: then it starts in ``setup``, when they have been.
         """
         super().setup_environment()
-        by_time = self._given_balance is None and self._balance_mode == "balance_by_time"
-        if not by_time and not self._given_settings.is_auto:
+        if not self.options.balances_by_time and not self.options.settings.is_auto:
             self._start_fork_server()
+
+    def _start_fork_server(self) -> None:
+        """Start the process that forks the workers, if there is none: it imports torch while this one goes on."""
+        if self.world is None and len(self.devices) > 1:
+            fork_server(share_of_threads(len(self.stages_on_host())))
 
     def plan(
         self,
@@ -369,28 +335,12 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         """Predict time and memory of ways to run a model, without starting a process; see ``trainer.Trainer.plan``."""
         from strategies.planning.plan import PipelineOptions, PlanChoices, plan_table
 
-        num_stages = len(self.devices)
-        limit = memory_limit_bytes if memory_limit_bytes is not None else self._choices.memory_limit_bytes
-        choices = PlanChoices(
-            stages if stages is not None else [max(2, num_stages)],
-            microbatches,
-            schedules,
-            limit,
-        )
-        options = PipelineOptions(
-            self._given_path,
-            self._given_balance,
-            self._given_settings,
-            self.root_device,
-            self.world_size,
-            self.world_size if self._divides_states else 1,
-            trainer.num_nodes,
-            self._loss_weight,
-            [name for name in ("max_microbatches", "memory_limit_bytes") if getattr(self._choices, name) is not None],
-            NUM_SLOTS if self._recovery is not None else 0,
-            self._gathers_on_end,
-        )
-        return plan_table(trainer, model, data, options, choices)
+        limit = memory_limit_bytes if memory_limit_bytes is not None else self.options.order.memory_limit_bytes
+        numbers = stages if stages is not None else [max(2, len(self.devices))]
+        choices = PlanChoices(numbers, microbatches, schedules, limit)
+        return plan_table(trainer, model, data, PipelineOptions.of(self.options, self, trainer.num_nodes), choices)
+
+    # A run
 
     def setup(self, trainer: Trainer) -> None:
         """Check everything, then start the workers and send them their stages.
@@ -399,275 +349,171 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             MisconfigurationException: If model, balance and devices do not fit together, if a stage cannot fit into
                 memory, or if the run needs something that a pipeline cannot do. No worker has been started then.
         """
-        model, accelerator = self.lightning_module, self.accelerator
-        assert model is not None and accelerator is not None and self.parallel_devices is not None
-        accelerator.setup(trainer)
-        profiler = cast(Any, trainer).profiler
-        self._profiled = ProfiledStages(profiler, model) if isinstance(profiler, PyTorchProfiler) else None
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        self._settings = self._given_settings
-        module = self._checked_module(trainer, model, fitting)
-        built_here = not any(tensor.is_meta for _, tensor in _tensors_of(module))
-        self._gathers = built_here if self._gathers_on_end is None else self._gathers_on_end
-        if fitting and self._rebalancing is not None:
-            self._check_can_rebalance("rebalance='auto'")
-            self._rebalancing.begin()
-        if self._recovery is not None:
-            checks.check_repairs_of_run(trainer, num_stages=len(self.devices))
-        balance = self._prepare_model(model, module, fitting)
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        prepared = self._prepared(trainer)
+        for feature in self.features:
+            feature.check(prepared)
+        for feature in self.features:
+            self._end_by(feature.prepare(prepared))
+        prepared, balance, is_reversed = self._divided(prepared)
         self._start_fork_server()
-        optimizers = self._prepare_optimizers(trainer, fitting)
-        self._seeds = self._seeds or Seeds.ahead_of_the_process()
-        replicas = self.replicas(self._settings.patience_seconds, divide_states=self._divides_states and fitting)
-        recovery = self._recovery if len(self.devices) > 1 else None
-        with checks.as_misconfiguration():
-            pipeline = self._pipeline = Pipeline(
-                module,
-                balance,
-                self.devices,
-                self._settings,
-                optimizers=optimizers,
-                model=model,
-                seeds=self._seeds,
-                replicas=replicas,
-                world=self.world,
-                copies=find_copies(trainer, module, self._module_path),
-                skips_infinite_steps=scaler_of(self.precision_plugin) is not None,
-                path=self._module_path,
-                is_reversed=self._is_reversed,
-                construction=self._construction,
-                gathers_on_end=self._gathers,
-                recovery=recovery,
-                together=self._rounds() if recovery is not None and self.is_distributed else None,
-            )
-            self._repairs = pipeline.repairs
-            self._check_memory(pipeline)
-            pipeline.start()
-        self._connect(trainer, pipeline, model, balance)
+        optimizers = self._configured_optimizers(prepared)
+        pipeline = self._started(prepared, balance, optimizers, is_reversed=is_reversed)
+        self._run = run = Run.of(
+            prepared,
+            pipeline,
+            training_step=self._training_step_of(prepared, pipeline),
+            check_memory=partial(self._check_memory, prepared, pipeline),
+            move=self._move,
+            before_batch=overriding(self.features, "on_train_batch_start"),
+            after_batches=overriding(self.features, "on_batches_end"),
+        )
+        for feature in self.features:
+            self._end_by(feature.begin(run))
+        self._end_by(follow_optimizers(pipeline.optimizers, self._lightning_optimizers, run.states.refresh))
+        self._end_by(run.states.check_before_loading())
 
-    def _rounds(self) -> Callable[[], Rounds]:
-        """Return a function that connects to what the drivers of all replicas agree on when they repair a lost worker.
+    def _prepared(self, trainer: Trainer) -> Preparation:
+        """Find the part of the model that is pipelined."""
+        model, options = self.lightning_module, self.options
+        assert model is not None and self.parallel_devices is not None
+        path = self._division.find(model, len(self.devices))
+        self._construction.initialise(model)
+        module = find_module(model, path, self._construction.construction)
+        gathers = self._construction.gathers(module)
+        return Preparation(self, options, options.settings, trainer, model, module, path, gathers)
 
-        Raises:
-            ValueError: If the default process group has no TCP store.
+    def _divided(self, prepared: Preparation) -> tuple[Preparation, list[int], bool]:
+        """Convert the model to its precision, divide its layers, and build and move the driver's part to its device.
+
+        Returns:
+            The preparation with a schedule, the number of layers of each chunk, and whether the first stage has the
+            last layers.
         """
-        connect, seconds = shared_store(f"relay {self._rendezvous}"), self._settings.patience_seconds
-        return lambda: Rounds(connect(), self.global_rank, self.world_size, seconds)
+        model, module, construction = prepared.model, prepared.module, self._construction.construction
+        with construction.recording():
+            self.model = self.precision_plugin.convert_module(model)
+        inside, build = set(module.modules()), self._construction.builder(model)
+        build(child for child in model.modules() if child not in inside)
+        with without_layers(module, list(module._modules)):
+            self.model_to_device()
+        with construction.reading(module):
+            is_reversed = is_called_in_reverse(model, module, self.root_device, self.precision_plugin)
+            settings, balance = self._division.divide(prepared, is_reversed=is_reversed)
+        prepared = prepared.with_settings(settings)
+        *elsewhere, here = cut(module, balance, prepared.stage_of_chunk, is_reversed=is_reversed)
+        build(here.modules())
+        with without_layers(module, [name for stage in elsewhere for name in stage._modules]):
+            self.model_to_device()
+        return prepared, balance, is_reversed
 
-    def _check_memory(self, pipeline: Pipeline) -> None:
+    def _configured_optimizers(self, prepared: Preparation) -> list[Optimizer]:
+        """Run ``configure_optimizers``, if the run trains, and return the user's optimizers."""
+        if prepared.is_fitting:
+            self.setup_optimizers(prepared.trainer)
+        self.setup_precision_plugin()
+        if not prepared.is_fitting:
+            return []
+        return [own for own in map(unwrapped, self.optimizers) if not is_stand_in(own)]
+
+    def _started(
+        self, prepared: Preparation, balance: list[int], optimizers: Sequence[Optimizer], *, is_reversed: bool
+    ) -> Pipeline:
+        """Start the workers, which get their stages."""
+        arguments = PipelineArguments()
+        for feature in self.features:
+            arguments.update(feature.arguments(prepared, optimizers))
+        with as_misconfiguration():
+            pipeline = Pipeline(
+                prepared.module,
+                balance,
+                prepared.devices,
+                prepared.settings,
+                optimizers=optimizers,
+                model=prepared.model,
+                world=self.world,
+                path=prepared.path,
+                is_reversed=is_reversed,
+                **arguments,
+            )
+            self._ending.callback(lambda: pipeline.close(is_failing=self._has_failed()))
+            self._repairs = pipeline.repairs
+            self._check_memory(prepared, pipeline)
+            pipeline.start()
+        return pipeline
+
+    def _check_memory(self, prepared: Preparation, pipeline: Pipeline) -> None:
         """Check that every stage fits into memory, as long as all layers are in this process.
 
         Raises:
             ValueError: If one does not.
         """
-        model, optimizers = self.lightning_module, pipeline.optimizers.optimizers
-        assert model is not None
-        check_memory(
-            DevicePlacement.of(model, pipeline.stages, self.devices, self.stages_on_host()),
-            optimizers,
-            num_shares=self.world_size if self._divides_states else 1,
-            gradient_sets=num_gradient_sets(model.trainer, model, optimizers) if self._settings.interleaves else 1,
-            num_snapshots=NUM_SLOTS if self._recovery is not None and len(self.devices) > 1 else 0,
-            communicators=pipeline.num_communicators,
-        )
+        arguments, optimizers = MemoryArguments(), pipeline.optimizers.optimizers
+        for feature in self.features:
+            arguments.update(feature.memory(prepared, optimizers))
+        placement = DevicePlacement.of(prepared.model, pipeline.stages, self.devices, self.stages_on_host())
+        check_memory(placement, optimizers, communicators=pipeline.num_communicators, **arguments)
 
-    def _check_can_rebalance(self, what: str) -> None:
-        """Check that layers can move between the stages of this run.
+    def _training_step_of(self, prepared: Preparation, pipeline: Pipeline) -> TrainingStep:
+        """Return what runs ``training_step``: a feature, or Lightning's method for the whole batch."""
+        for feature in self.features:
+            if (step := feature.training_step(prepared, pipeline)) is not None:
+                return step
+        assert not prepared.settings.interleaves, "a feature runs training_step once per micro-batch"
+        return WholeBatch(prepared.model, pipeline, super().training_step)
 
-        Raises:
-            MisconfigurationException: If they cannot.
+    def _end_by(self, undo: Iterable[Undo]) -> None:
+        """Call functions when the run ends, the last one first, also those that precede an error of the iterable."""
+        for function in undo:
+            self._ending.callback(function)
+
+    def teardown(self) -> None:
+        """Return weights and optimizer states to the user's objects, end the workers, and remove all hooks.
+
+        With ``gather_on_end=False``, what the workers hold is not returned.
         """
-        check_movable(
-            what,
-            replicas=self._num_replicas,
-            is_external=self.world is not None,
-            devices=self.devices,
-            gathers=self._gathers,
-            profiles=self._profiled is not None,
-        )
+        self._writer.settle()  # stages may be writing
+        self._run = None
+        model = self.lightning_module
+        try:
+            self._ending.close()
+        except Exception as error:
+            if not self._has_failed():
+                self._end_writer(is_first=False)
+                raise
+            rank_zero_warn(f"The weights of some stages could not be fetched ({error!r}).")
+        finally:
+            with without_meta_tensors(model) if model is not None else nullcontext():
+                super().teardown()
 
     @property
-    def _stage_of_chunk(self) -> Sequence[int]:
-        """The number of the stage of each chunk of layers."""
-        with checks.as_misconfiguration():
-            return self._settings.programs(len(self.devices)).rank_of
+    def run(self) -> Run:
+        """The present run, which exists from ``setup`` to ``teardown``.
+
+        Raises:
+            RuntimeError: If there is none.
+        """
+        if self._run is None:
+            raise RuntimeError("the pipeline is not running; this is possible only within fit")
+        return self._run
 
     @property
     def pipeline(self) -> Pipeline | None:
         """The running pipeline; ``None`` outside of a run."""
-        return self._pipeline
+        return None if self._run is None else self._run.pipeline
 
-    def _start_fork_server(self) -> None:
-        """Start the process that forks the workers, if there is none: it imports torch while this one goes on."""
-        if self.world is None and len(self.devices) > 1:
-            fork_server(share_of_threads(len(self.stages_on_host())))
+    @property
+    def repairs(self) -> Sequence[Repair]:
+        """The repairs of lost workers in the present run, or in the last one if no run is under way."""
+        return self._repairs
 
-    def _checked_module(self, trainer: Trainer, model: LightningModule, fitting: bool) -> Pipelined:
-        """Check model, callbacks and loggers, and return the part of the model that is pipelined."""
-        if fitting:
-            checks.check_callbacks(trainer)
-            checks.check_automatic_optimization(model, self._settings.schedule)
-            checks.check_loggers(trainer)
-        self._module_path = find_path(model, self._given_path, len(self.devices), len(self._stage_of_chunk))
-        self._initialise(model)
-        module = find_module(model, self._module_path, self._construction)
-        if isinstance(module, nn.Sequential):
-            checks.warn_of_time_first(module, self._module_path)
-        elif fitting:
-            checks.check_layer_drop(model, self._module_path)
-            checks.warn_of_router_loss(model, self._settings)
-            checks.warn_of_compiled_model(self._module_path)
-        self._batch_norms = {
-            f"{self._module_path}.{name}": child
-            for name, child in module.named_modules()
-            if isinstance(child, BatchNorm)
-        }
-        checks.check_deferred_batch_norm(self._settings, self._batch_norms, self._module_path)
-        return module
+    # Layers that move
 
-    def _prepare_model(self, model: LightningModule, module: Pipelined, fitting: bool) -> list[int]:
-        """Convert the model to its precision, find the balance, and build and move the driver's part to its device."""
-        checks.check_mixed_precision(self.precision_plugin, self.devices)
-        with self._construction.recording():
-            self.model = self.precision_plugin.convert_module(model)
-        inside = set(module.modules())
-        built: dict[int, torch.UntypedStorage] = {}
-        self._build([child for child in model.modules() if child not in inside], built)
-        with without_layers(module, list(module._modules)):
-            self.model_to_device()
-        with self._construction.reading(module):
-            self._is_reversed = is_reversed(model, module, self.root_device, self.precision_plugin)
-            balance = self.balance = self._found_balance(model, module, fitting)
-        *elsewhere, here = cut(module, balance, self._stage_of_chunk, is_reversed=self._is_reversed)
-        self._build(here.modules(), built)
-        with without_layers(module, [name for stage in elsewhere for name in stage._modules]):
-            self.model_to_device()
-        return balance
-
-    def _found_balance(self, model: LightningModule, module: Pipelined, fitting: bool) -> list[int]:
-        """Return the number of layers of each chunk, the same on all replicas; find the schedule before, if need be."""
-        settings, planned, given, num_stages = self._settings, self._planned, self._given_balance, len(self.devices)
-        measuring: dict[str, Any] = {
-            "num_stages": num_stages,
-            "device": self.root_device,
-            "precision": self.precision_plugin,
-            "in_reverse": self._is_reversed,
-            "num_processes": len(self.stages_on_host()),
-        }
-        if settings.is_auto:
-            sets = num_gradient_sets(model.trainer, model) if fitting else 1
-            if planned is None or not fits(planned, num_stages, len(module), given, settings, self._choices, sets):
-                planned = None
-                if fitting and num_stages > 1:
-                    from strategies.planning.automatic import find_schedule
-
-                    planned = find_schedule(
-                        model,
-                        module,
-                        given=given,
-                        settings=settings,
-                        choices=self._choices,
-                        gradient_sets=sets,
-                        **measuring,
-                    )
-                    planned = self._planned = self.broadcast(planned)
-            if planned is not None:
-                self._settings = with_schedule(settings, planned)
-                return planned.balance
-        num_chunks = len(self._stage_of_chunk)
-        kept = self._rebalanced
-        if kept is not None and len(kept) == num_chunks and sum(kept) == len(module):
-            return kept
-        if settings.is_auto and given is not None and len(given) != num_chunks:
-            given = "even"  # nothing is trained, and the given numbers are those of more chunks
-        balance = find_balance(
-            model,
-            module,
-            path=self._module_path,
-            num_chunks=num_chunks,
-            given=given,
-            mode=self._balance_mode,
-            settings=settings,
-            **measuring,
-        )
-        return self.broadcast(balance)  # each replica has measured other times
-
-    def _initialise(self, model: LightningModule) -> None:
-        """Initialise modules that the user has built on the ``meta`` device and no checkpoint has given values."""
-        if any(isinstance(tensor, RemoteParameter) for _, tensor in _tensors_of(model)):
-            return  # an earlier run has trained them
-        if self._has_tensors_to_build() and (names := initialise(model, self._construction)):
-            rank_zero_warn(
-                f"{len(names)} modules of {type(model).__name__} are on the meta device, such as {names[0]!r}, and no "
-                "checkpoint has given them values. They get initial values from _init_weights or reset_parameters, "
-                "each with a seed made of its name."
-            )
-
-    def _build(self, modules: Iterable[nn.Module], built: dict[int, torch.UntypedStorage]) -> None:
-        """Give modules on the driver their values, if they have been recorded and not built."""
-        model = self.lightning_module
-        assert model is not None
-        self._construction.build(modules, partial(replace_parameter, model, ()), built)
-
-    def _prepare_optimizers(self, trainer: Trainer, fitting: bool) -> list[Optimizer]:
-        """Run ``configure_optimizers``, if the run trains, and return the user's optimizers."""
-        if fitting:
-            self.setup_optimizers(trainer)
-        self.setup_precision_plugin()
-        if not fitting:
-            return []
-        optimizers = [own for own in map(unwrapped, self.optimizers) if not is_stand_in(own)]
-        if self._divides_states:
-            with checks.as_misconfiguration():
-                for optimizer in optimizers:
-                    check_divisible(optimizer)
-        return optimizers
-
-    def _connect(self, trainer: Trainer, pipeline: Pipeline, model: LightningModule, balance: Sequence[int]) -> None:
-        """Make Lightning's objects reach all stages, until ``teardown``."""
-        self._stage_states = StageStates(pipeline, model, self._module_path)
-        if self._profiled is not None:
-            self._profiled.follow(pipeline)
-        if self._settings.interleaves:
-            counts = self._loss_weight == "tokens" or has_own_weights(model)
-            weights = LossWeights(model, self._sum_over_replicas, self.world_size) if counts else None
-            steps = TrainingStepPerMicrobatch(
-                model, pipeline, self.precision_plugin, self._settings.microbatches, weights
-            )
-            self._per_microbatch, collecting = steps, [collect_logs(model, steps.collector)]
-        else:
-            self._per_microbatch, collecting = None, []
-        self._undo = collecting  # added to step by step, so that what is done when an error occurs is undone
-        if isinstance(pipeline.module, nn.ModuleList):
-            self._undo += switch_off_cache(model)
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._undo += self._recompute_once(pipeline.module)
-        self._undo += show_stages(trainer, pipeline.module, pipeline.stages)
-        self._undo += follow_optimizers(pipeline.optimizers, self._lightning_optimizers, self._refresh_states)
-        if self.world_size > 1:
-            self._undo.append(after_backward(self.precision_plugin, self._after_backward))
-        self._undo += follow_precision(self.precision_plugin, operations_over_stages(pipeline.optimizers))
-        self._undo += self._stage_states.check_before_loading()
-        self._undo += average_on_stages(trainer, pipeline.reading_late)
-
-    def _recompute_once(self, module: Pipelined) -> list[Undo]:
-        """Switch off gradient checkpointing of a Hugging Face model's blocks if the stages recompute them."""
-        mode = self._settings.checkpoint
-        undo = switch_off_recomputation(module) if mode != "never" else []
-        if undo:
-            rank_zero_info(
-                f"RPCSequentialStrategy switches off gradient checkpointing of the blocks in {self._module_path!r} "
-                f"during fit: its stages recompute them, because checkpoint={mode!r}. With checkpoint='never' each "
-                "block recomputes itself."
-            )
-        return undo
-
-    def _configure_launcher(self) -> None:
-        super()._configure_launcher()
-        if self._recovery is not None:
-            checks.check_repairs(devices=self.parallel_devices or (), num_hosts=self.num_nodes)
-            if self.world is not None and self._recovery.max_restarts:
-                self._launcher = RanksLauncher(self.world, replace_workers=True)
+    @property
+    def balance(self) -> Sequence[int] | Literal["even", "by_size", "by_time"]:
+        """The number of layers of each chunk that is in use; before the first run, as it was given."""
+        return self._division.balance
 
     def rebalance(self, balance: Sequence[int]) -> None:
         """Move layers, with their optimizer states and gradients, so that stages have other numbers of layers.
@@ -683,107 +529,36 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
                 layers cannot move in this run; it goes on with the balance that it had.
             RuntimeError: If no training runs, or a batch is on its way through the pipeline.
         """
-        pipeline, model = self._running(), self.lightning_module
-        if model is None or model.trainer.state.fn != TrainerFn.FITTING:
+        if not self.run.is_fitting:
             raise RuntimeError("layers can move to other stages within fit only")
-        self._check_can_rebalance("rebalance()")
-        self._rebalance(pipeline, balance, "")
+        check_can_move("rebalance()", self.run)
+        self._move(balance, "")
 
-    def _rebalance(self, pipeline: Pipeline, balance: Sequence[int], why: str) -> None:
-        stage_of = self._stage_of_chunk
-        with checks.as_misconfiguration():
-            per_stage = len(stage_of) // len(self.devices)
-            numbers = check_balance(balance, len(pipeline.module), len(self.devices), chunks_per_stage=per_stage)
-            before = pipeline.balance
-            if numbers == before:
-                return
-            self._writer.settle()  # stages may be writing
-            if self._stage_states is not None:
-                self._stage_states.forget()
-            begin = time.perf_counter()
-            pipeline.rebalance(numbers, partial(self._check_memory, pipeline))
-        self.balance = self._rebalanced = numbers
-        seconds = time.perf_counter() - begin
-        rank_zero_info(
-            f"RPCSequentialStrategy: balance {numbers} instead of {before}: {moves(before, numbers, stage_of)} "
-            f"({seconds:.1f} s){why}."
-        )
+    def _move(self, balance: Sequence[int], why: str) -> None:
+        self._writer.settle()  # stages may be writing
+        if move_layers(self.run, balance, why):
+            self._division.move_to(self.run.pipeline.balance)
+
+    # Batches
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Move layers to other stages if that is due and worthwhile; record the batch if it is its turn."""
-        rebalancing, model = self._rebalancing, self.lightning_module
-        if rebalancing is None or model is None or len(self.devices) < 2:
-            return
-        pipeline = self._running()
-        found = rebalancing.before_batch(pipeline, model.current_epoch)
-        if found is not None:
-            names = [*(f"stage {i}" for i in range(len(self.devices) - 1)), "the driver"]
-            why = found.described(names, least_gain=0.0).removesuffix(".")
-            try:
-                self._rebalance(pipeline, found.better, f"; {why}")
-            except MisconfigurationException as error:
-                rank_zero_warn(f"The balance stays {found.balance} from now on: {error}")
-                self._rebalancing = None
-                return
-        trainer = model.trainer
-        rebalancing.begin_batch(
-            pipeline, trainer.fit_loop.epoch_loop.total_batch_idx, float(trainer.num_training_batches)
-        )
+        """Tell the features that follow batches."""
+        for function in self.run.before_batch:
+            function(self.run)
 
     def on_validation_start(self) -> None:
-        """Stop recording the last batch."""
-        if self._rebalancing is not None:
-            self._rebalancing.stop()
+        """Tell the features that follow batches that the last one is over."""
+        for function in self.run.after_batches:
+            function(self.run)
 
     def on_train_end(self) -> None:
-        """Stop recording the last batch."""
-        if self._rebalancing is not None:
-            self._rebalancing.stop()
-
-    @property
-    def repairs(self) -> Sequence[Repair]:
-        """The repairs of lost workers in the present run, or in the last one if no run is under way."""
-        return self._repairs
-
-    def model_to_device(self) -> None:
-        """Move the part of the model that is on the driver to the driver's device."""
-        assert self.model is not None
-        self.model.to(self.root_device)
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for the other replicas. The stages of a replica need no barrier, because its driver calls them."""
-        super().barrier(name)
+        """Tell the features that follow batches that the last one is over."""
+        for function in self.run.after_batches:
+            function(self.run)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``training_step`` once for the batch, or once per micro-batch."""
-        model = self.lightning_module
-        assert model is not None
-        if self._batch_norms and not self._has_warned_of_batch_norm:
-            self._has_warned_of_batch_norm = checks.warn_of_batch_norm(model, self._batch_norms, self._settings)
-        pipeline = self._running()
-        if self._per_microbatch is None:
-            # A second call of a step that steps its optimizers itself would do that too.
-            repeat = self._repeat_training_step if model.automatic_optimization else None
-            with pipeline.step(repeat, args, kwargs):
-                output = super().training_step(*args, **kwargs)
-        else:
-            if not model.automatic_optimization:  # switched off since the start
-                checks.check_automatic_optimization(model, self._settings.schedule)
-            batch, *rest = (*args, *kwargs.values())
-            with pipeline.step():
-                output = self._per_microbatch(batch, rest)
-        return output
-
-    def _repeat_training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run ``training_step`` once more, for some rows of the batch, without logging anything."""
-        model = self.lightning_module
-        assert model is not None
-        checks.check_repeatable(model)
-        undo = without_logs(model)
-        try:
-            return super().training_step(*args, **kwargs)
-        finally:
-            undo()
+        return self.run.training_step(args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``validation_step``."""
@@ -802,98 +577,89 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
 
     def _evaluating(self) -> AbstractContextManager[None]:
         """Return a context for a step of an evaluation; within ``fit``, the training steps are looked at."""
-        model = self.lightning_module
-        fits = model is None or model.trainer.state.fn == TrainerFn.FITTING
-        return nullcontext() if fits else self._running().step()
+        return nullcontext() if self.run.is_fitting else self.run.pipeline.step()
 
-    def _sum_over_replicas(self, numbers: Sequence[float]) -> list[float]:
-        summed = self.reduce(torch.tensor(numbers, dtype=torch.float64), reduce_op="sum")
-        return cast(list[float], summed.tolist())
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for the other replicas. The stages of a replica need no barrier, because its driver calls them."""
+        super().barrier(name)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Do nothing: the backward pass of the loss runs the backward pass of every stage."""
 
-    def _after_backward(self) -> None:
-        """Average gradients over the replicas, unless more gradients are accumulated first."""
-        if self._averages_gradients:
-            weights = self._per_microbatch.loss_weights if self._per_microbatch is not None else None
-            self._running().average_grads(None if weights is None else weights.share_of_replica())
-
     def post_optimizer_step(self, optimizer: Optimizer) -> None:
         """Send new values to the other replicas, if they divide the steps; workers have stepped already."""
-        if self._pipeline is not None:
-            self._pipeline.optimizers.after_step(optimizer)
-        if self._stage_states is not None and self._stage_states.has_gathered:
-            self._stage_states.forget()
+        if self._run is None:
+            return
+        self._run.pipeline.optimizers.after_step(optimizer)
+        if self._run.states.has_gathered:
+            self._run.states.forget()
 
     def _clipping(self) -> Callable[[Optimizer, float, float], Tensor]:
-        return checks.as_misconfiguration()(self._running().optimizers.clip_grad_norm)
+        return as_misconfiguration()(self.run.pipeline.optimizers.clip_grad_norm)
+
+    # Checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights of every stage, on the first replica only, which writes.
 
         Values of other stages are fetched when they are read or written. A step that is verified is verified before.
         """
-        if self._pipeline is not None:
-            self._pipeline.verify()
+        if self._run is not None:
+            self._run.pipeline.verify()
         if not self.is_global_zero:
             return {}
-        states = self._stage_states
-        return super().lightning_module_state_dict() if states is None else states.weights()
+        return super().lightning_module_state_dict() if self._run is None else self._run.states.weights()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state dict of an optimizer over all stages, as in one process; on the first replica only."""
-        if not (self.is_global_zero or self._divides_states):
+        divides = self.options.shard_optimizer_states
+        if not (self.is_global_zero or divides):
             return {}
         own = unwrapped(optimizer)
-        if self._stage_states is not None and not is_stand_in(own):
-            state = self._stage_states.optimizer_state(own)
+        if is_stand_in(own):
+            return super().optimizer_state(optimizer)
+        if self._run is not None:
+            state = self._run.states.optimizer_state(own)
             return state if self.is_global_zero else {}
-        if self._divides_states and not is_stand_in(own) and torch.distributed.is_initialized():  # after fit
+        if divides and torch.distributed.is_initialized():  # after fit
             return gather_state_dict(own, default_group())
         return super().optimizer_state(optimizer)
-
-    def _refresh_states(self) -> None:
-        if self._stage_states is not None:
-            self._stage_states.refresh()
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Any, storage_options: Any | None = None
     ) -> None:
         """Write the checkpoint, for which Lightning has gathered the state of every stage.
 
-        The position of the layers' random number generators goes to the key ``relay``, unless the checkpoint holds
-        weights only.
+        What features need to go on, such as the position of the layers' random number generators, goes to the key
+        ``relay``, unless the checkpoint holds weights only.
         """
-        is_resumable = "optimizer_states" in checkpoint
-        if self._seeds is not None and is_resumable:
-            checkpoint.setdefault("relay", {})["seeds"] = self._seeds.state_dict()
-        if self._planned is not None and is_resumable:
-            checkpoint.setdefault("relay", {})["schedule"] = self._planned.state()
-        if self._stage_states is None or self._state_dict_type == "sharded" or not self.is_global_zero:
+        if "optimizer_states" in checkpoint:
+            for feature in self.features:
+                if state := feature.state():
+                    checkpoint.setdefault("relay", {}).update(state)
+        if self._run is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
-        elif (
-            type(self.checkpoint_io) is AtomicCheckpointIO
-            and storage_options is None
-            and (path := local_path(filepath))
-        ):
-            self._save(partial(self._stage_states.prepare_file, path=path), checkpoint)
+            return
+        states, path = self._run.states, local_path(filepath)
+        if self._state_dict_type == "sharded" or not self.is_global_zero:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        elif type(self.checkpoint_io) is AtomicCheckpointIO and storage_options is None and path:
+            self._save(partial(states.prepare_file, path=path), checkpoint)
         else:
-            self._stage_states.gather(checkpoint)
+            states.gather(checkpoint)
             super().save_checkpoint(checkpoint, filepath, storage_options)
-        if self._stage_states is not None:
-            self._stage_states.forget()
+        states.forget()
 
     def _private_tensors(self) -> list[Tensor]:
-        return self._stage_states.gathered_tensors() if self._stage_states is not None else []
+        return [] if self._run is None else self._run.states.gathered_tensors()
 
     def _save_sharded(self, checkpoint: dict[str, Any], path: Path) -> None:
         if not self.is_global_zero:
             return
-        if self._stage_states is None:
+        if self._run is None:
             super()._save_sharded(checkpoint, path)
         else:
-            self._save(partial(self._stage_states.prepare_sharded, path=path), checkpoint)
+            self._save(partial(self._run.states.prepare_sharded, path=path), checkpoint)
 
     def _save(self, prepare: Callable[..., Callable[[], None]], checkpoint: dict[str, Any]) -> None:
         """Write a checkpoint, in the background from copies that every process makes of its own part."""
@@ -910,83 +676,62 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         Weights of layers that have not been built are left in the file, from which the processes of these layers read
         them.
         """
-        path, self._references = local_path(checkpoint_path), {}
-        io = self.checkpoint_io
+        path, io = local_path(checkpoint_path), self.checkpoint_io
+        self._construction.take_references()
         if isinstance(io, AtomicCheckpointIO) and path is not None and path.is_file():
             with io.mapping_files():  # the optimizer states of other stages are never in memory here
                 checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
             if self._has_tensors_to_build() or checkpoint.get("optimizer_states"):
-                self._references = references_in_file(path, checkpoint, weights_only)
+                self._construction.refer_to(path, checkpoint, weights_only)
         else:
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        model, relay = self.lightning_module, checkpoint.get("relay", {})
+        model, state = self.lightning_module, checkpoint.get("relay", {})
         if model is not None and model.trainer.state.fn == TrainerFn.FITTING:
-            if (state := relay.get("seeds")) is not None:
-                self._seeds = self._seeds or Seeds(0)
-                self._seeds.load_state_dict(state)
-            if (state := relay.get("schedule")) is not None and self._pipeline is None:
-                self._planned = PlannedSchedule.from_state(state)
+            for feature in self.features:
+                feature.load_state(state, is_running=self._run is not None)
         return checkpoint
 
     def _load_sharded(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
         # The weights are read here, but for layers that have not been built, which other processes may get. Each stage
         # reads its own optimizer states in load_optimizer_state_dict, when it has its layers.
-        if not self._has_tensors_to_build():
+        if self._has_tensors_to_build():
+            assert self.lightning_module is not None
+            checkpoint, self._shards = self._construction.load_sharded(self.lightning_module, path, weights_only)
+        else:
             checkpoint, self._shards = load_sharded(path, ["state_dict"], weights_only)
-            return checkpoint
-        checkpoint, self._shards = load_sharded(path, [], weights_only)
-        model, state = self.lightning_module, checkpoint["state_dict"]
-        assert model is not None
-        later = {name for name, tensor in _tensors_of(model) if tensor.is_meta}
-        here = {
-            name: tensor
-            for name, tensor in flat(state, "state_dict").items()
-            if name.removeprefix("state_dict.") not in later
-        }
-        checkpoint["state_dict"] = with_tensors(state, read_tensors(self._shards, here), "state_dict")
-        self._references = references_in_shards(self._shards, checkpoint["state_dict"])
         return checkpoint
 
     def _has_tensors_to_build(self) -> bool:
         """Return whether the model has tensors without memory; from now on operations on them can be recorded."""
         model = self.lightning_module
-        if model is None or self._stage_states is not None:
-            return False
-        without_stand_ins(model)
-        found = [tensor for _, tensor in _tensors_of(model) if tensor.is_meta]
-        for tensor in found:
-            self._construction.adopt(tensor)
-        return bool(found)
+        return model is not None and self._run is None and self._construction.adopt(model)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights of a checkpoint; those of layers that have not been built are read when they are."""
-        if not self._has_tensors_to_build():
-            super().load_model_state_dict(checkpoint, strict)
-            return
-        with self._construction.references.used(self._references), self._construction.recording():
+        with self._construction.loading() if self._has_tensors_to_build() else nullcontext():
             super().load_model_state_dict(checkpoint, strict)
 
     def _check_weights(self, state: Mapping[str, Any], strict: bool) -> None:
-        model, given = self.lightning_module, self._given_balance
-        if self._stage_states is not None or model is None:
+        model, given = self.lightning_module, self.options.balance
+        if self._run is not None or model is None:
             return  # load_state_dict of the model checks by itself then
-        module = dict(model.named_modules()).get(self._module_path)
+        path, chunks = self._division.path, stages_of_chunks(self.options.settings, len(self.devices))
+        module = dict(model.named_modules()).get(path)
         stage_of: DescribeStage = no_stage
-        chunks = self._stage_of_chunk
-        numbers = [] if given is None or given == "even" else given
+        numbers = given if isinstance(given, list | tuple) else []
         if len(numbers) == len(chunks) and isinstance(module, Pipelined):
-            stage_of = stages_by_name(cut(module, numbers, chunks), f"{self._module_path}.")
+            stage_of = stages_by_name(cut(module, numbers, chunks), f"{path}.")
         check_fit(model, state, strict=strict, stage_of=stage_of)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Give each stage the optimizer states of its parameters, which it reads itself if they are in local files."""
-        references, self._references = self._references, {}
-        if self._shards is None or self._stage_states is None:
-            with self._running().optimizers.references.used(references):
+        run, references = self.run, self._construction.take_references()
+        if self._shards is None:
+            with run.pipeline.optimizers.references.used(references):
                 super().load_optimizer_state_dict(checkpoint)
             return
         check_optimizer_states([unwrapped(own) for own in self.optimizers], checkpoint["optimizer_states"])
-        self._stage_states.load_optimizer_states(checkpoint["optimizer_states"], self._shards)
+        run.states.load_optimizer_states(checkpoint["optimizer_states"], self._shards)
 
     def rpc_save_model(self, trainer: Trainer, save_model_fn: Callable[[Trainer, Any], Any], filepath: Any) -> None:
         """Call ``save_model_fn(trainer, filepath)`` while the model has the weights of every stage.
@@ -995,45 +740,12 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         ``nn.Sequential`` or ``nn.ModuleList`` with the values of every stage, which can be pickled, copied or exported.
         Layers of other stages are copies: changing them does not change the run.
         """
-        with self._stage_states.whole_module() if self._stage_states is not None else nullcontext():
+        with nullcontext() if self._run is None else self._run.states.whole_module():
             save_model_fn(trainer, filepath)
 
-    def teardown(self) -> None:
-        """Return weights and optimizer states to the user's objects, end the workers, and remove all hooks.
 
-        With ``gather_on_end=False``, what the workers hold is not returned.
-        """
-        self._writer.settle()  # stages may be writing
-        if self._rebalancing is not None:
-            self._rebalancing.begin()  # an error may have ended a batch that is recorded
-        self._stage_states = self._per_microbatch = None
-        undo, self._undo, self._batch_norms = self._undo, [], {}
-        pipeline, self._pipeline = self._pipeline, None
-        model = self.lightning_module
-        try:
-            try:
-                with ExitStack() as undoing:  # all of them, also if one raises
-                    for function in reversed(undo):
-                        undoing.callback(function)
-                if self._profiled is not None:
-                    self._profiled.end()
-            finally:
-                if pipeline is not None:
-                    pipeline.close(is_failing=self._has_failed())
-        except Exception as error:
-            if not self._has_failed():
-                self._end_writer(is_first=False)
-                raise
-            rank_zero_warn(f"The weights of some stages could not be fetched ({error!r}).")
-        finally:
-            with without_meta_tensors(model) if model is not None else nullcontext():
-                super().teardown()
+def _search(*args: Any, **kwargs: Any) -> PlannedSchedule:
+    """Search for a schedule; the tools that this takes are imported only then."""
+    from strategies.planning.automatic import find_schedule
 
-    def _running(self) -> Pipeline:
-        if self._pipeline is None:
-            raise RuntimeError("the pipeline is not running; this is possible only within fit")
-        return self._pipeline
-
-
-def _tensors_of(model: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return find_schedule(*args, **kwargs)

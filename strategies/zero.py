@@ -21,18 +21,18 @@ from strategies.checkpoint.rows import RowStates, read_rows
 from strategies.checkpoint.store import load_sharded, without_values
 from strategies.checkpoint.writer import snapshot
 from strategies.common.torch_compat import broadcast_coalesced, default_group, verify_shapes_across_ranks
-from strategies.lightning.checks import (
-    as_misconfiguration,
-    check_dense_gradients,
-    check_divided_run,
-    check_state_dict_type,
-)
+from strategies.lightning.arguments import as_misconfiguration
+from strategies.lightning.checkpoints import check_state_dict_type
 from strategies.lightning.compat import (
     CheckpointIO,
     ClusterEnvironment,
+    LightningModule,
     MisconfigurationException,
+    ModelPruning,
     Precision,
+    StochasticWeightAveraging,
     TrainerFn,
+    WeightAveraging,
     is_stand_in,
     optimizers_to_device,
     pl,
@@ -303,7 +303,7 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step of the model with the buffers of rank 0."""
         self._share_buffers()
-        self._buffers_may_differ = self._averages_gradients
+        self._buffers_may_differ = self.averages_gradients
         with nullcontext() if self._divided is None else self._divided.training_step():
             return super().training_step(*args, **kwargs)
 
@@ -314,7 +314,7 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Make the backward pass of this loss reduce gradients, unless more gradients are accumulated first."""
-        self._running().follow(closure_loss, communicate=self._averages_gradients)
+        self._running().follow(closure_loss, communicate=self.averages_gradients)
 
     def post_optimizer_step(self, optimizer: Optimizer) -> None:
         """Send the new values of the parameters from their owners to all ranks."""
@@ -472,3 +472,36 @@ def _check_effect(**settings: tuple[Any, Any]) -> None:
             f"{', '.join(given)} has no effect under stage=3, which sends the gradients of a block together. Leave it "
             "out, or use stage=2."
         )
+
+
+def check_divided_run(trainer: Any, model: LightningModule) -> None:
+    """Check that a run can be made with a model whose parameters are divided by rows (ZeRO stage 3).
+
+    Raises:
+        MisconfigurationException: If optimization is manual, or if a callback copies or prunes the model.
+    """
+    if not model.automatic_optimization:
+        raise MisconfigurationException(
+            "stage=3 needs automatic optimization: it gathers parameters for training_step as a whole, in which manual "
+            "optimization would change them. Use stage=2."
+        )
+    for callback in trainer.callbacks:
+        if isinstance(callback, ModelPruning | StochasticWeightAveraging | WeightAveraging):
+            raise MisconfigurationException(
+                f"stage=3 does not support {type(callback).__name__}, which works on whole parameters, but each rank "
+                "has some rows of each. Leave it out, or use stage=2."
+            )
+
+
+def check_dense_gradients(model: nn.Module) -> None:
+    """Check that no layer makes sparse gradients, which do not fit into the buffers in which gradients travel.
+
+    Raises:
+        MisconfigurationException: If a layer does.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise MisconfigurationException(
+                f"Layer {name} makes sparse gradients, which do not fit into buckets. Leave out sparse=True, "
+                "or use strategy='ddp'."
+            )

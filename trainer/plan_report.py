@@ -13,7 +13,7 @@ import yaml
 from strategies.lightning.compat import MisconfigurationException
 
 if TYPE_CHECKING:
-    from strategies.planning.plan import PlanTable
+    from strategies.planning.plan import PipelineOptions, PlanTable
     from strategies.planning.plan_rows import PlanRow
 
 _MEBI = 2**20
@@ -23,25 +23,15 @@ _WIDTH = 132
 
 def strategy_block(table: "PlanTable", row: "PlanRow") -> dict[str, Any]:
     """Return the ``strategy:`` block of a configuration that runs a row."""
-    from strategies.pipeline.schedule.tables import SCHEDULES
-
     options = table.options
     arguments: dict[str, Any] = {
         "balance": list(row.balance),
         "microbatches": row.microbatches,
-        "schedule": row.schedule,
+        "schedule": _schedule_of(options, row),
         "checkpoint": options.settings.checkpoint,
     }
-    least, _, most = SCHEDULES[row.schedule].chunks
-    if least < most:
-        arguments["chunks_per_stage"] = row.chunks_per_stage
-    elif options.settings.chunks_per_stage is not None:
-        arguments["chunks_per_stage"] = None  # overrides the value in the planned configuration
     if table.path != "sequential_module" or options.path is not None:
         arguments["module"] = table.path
-    arguments |= dict.fromkeys(options.only_auto)
-    if not options.settings.pipelined_backward:
-        arguments["pipelined_backward"] = True
     if options.loss_weight != "rows":
         arguments["loss_weight"] = options.loss_weight
     if options.settings.deferred_batch_norm:
@@ -51,6 +41,20 @@ def strategy_block(table: "PlanTable", row: "PlanRow") -> dict[str, Any]:
     if options.num_shares > 1:
         arguments["shard_optimizer_states"] = True
     return {"class_path": "strategies.RPCSequentialStrategy", "init_args": arguments}
+
+
+def _schedule_of(options: "PipelineOptions", row: "PlanRow") -> str | dict[str, Any]:
+    """Return the value of ``schedule`` for a row.
+
+    A name replaces what the configuration that was planned says; fields are merged with those that it has.
+    """
+    from strategies.pipeline.schedule.tables import SCHEDULES
+
+    least, _, most = SCHEDULES[row.schedule].chunks
+    if least == most:
+        return row.schedule
+    fields: dict[str, Any] = {"name": row.schedule, "chunks": row.chunks_per_stage, **dict.fromkeys(options.only_auto)}
+    return fields if options.settings.pipelined_backward else {**fields, "pipelined_backward": True}
 
 
 def yaml_of(table: "PlanTable", row: "PlanRow") -> str:

@@ -11,7 +11,6 @@ import strategies
 from strategies.commands.folding import fold_when_shown
 from strategies.common.names import PLUGINS, did_you_mean
 from strategies.lightning.checkpoints import load_as_relay
-from strategies.lightning.checks import explained_gpus
 from strategies.lightning.compat import (
     MisconfigurationException,
     RunningStage,
@@ -21,6 +20,7 @@ from strategies.lightning.compat import (
     defaults_from_env_vars,
     pl,
 )
+from strategies.lightning.launch.environment import explained_gpus
 from trainer.resume.loops import (
     ResumingCheckpointConnector,
     ResumingEpochLoop,

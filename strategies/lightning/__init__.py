@@ -1,10 +1,9 @@
-"""What only Lightning needs: the parts that the strategies share, such as hooks into Lightning's objects and checks.
+"""What only Lightning needs: the parts that the strategies share, such as hooks into Lightning's objects.
 
 In: calls of the Trainer, its plug-ins and callbacks. Out: calls of the engine. ``compat`` alone uses private names of
-Lightning, ``hooks`` replaces methods of its objects, ``checks`` and ``arguments`` refuse wrong settings.
-``partitioning`` divides a model over processes, ``moving_layers`` says when layers can move to other stages, and
-``search_settings`` what ``schedule="auto"`` may choose. ``per_microbatch`` and ``loss_weights`` run ``training_step``
-on micro-batches and weight their losses; ``checkpoints``, ``weight_averaging``, ``profiler`` and ``summary`` have
-Lightning's features of these names span all stages. ``launch`` has the launchers. May import every room but the
-strategies themselves and ``planning``.
+Lightning, ``hooks`` replaces methods of its objects, and ``arguments`` refuses wrong arguments of any strategy.
+``options`` has those of a pipeline, and ``search_settings`` what ``schedule="auto"`` may choose. ``run`` is a run of a
+pipeline, ``partitioning`` divides its model over processes, ``whole_batch`` runs ``training_step``, and ``features``
+has what a run can do besides. ``checkpoints`` is for every strategy; ``launch`` has the launchers. May import every
+room but the strategies themselves and ``planning``.
 """

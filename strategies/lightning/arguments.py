@@ -1,8 +1,9 @@
-"""Check that every argument of a strategy's constructor has the type that its signature declares."""
+"""Arguments of a strategy: each has the type that its signature declares, and errors about them are Lightning's."""
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import wraps
 from types import NoneType, UnionType
@@ -11,8 +12,33 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from torch.distributed import Backend
 from torch.nn.parallel import DistributedDataParallel
 
+from strategies.common.errors import RemoteTraceback
 from strategies.common.names import did_you_mean
 from strategies.lightning.compat import MisconfigurationException, pl
+
+
+@contextmanager
+def as_misconfiguration() -> Iterator[None]:
+    """Turn the engine's errors about a user's settings into Lightning's ``MisconfigurationException``.
+
+    An error that a layer has raised in another process stays as it is.
+    """
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        if isinstance(error.__cause__, RemoteTraceback):
+            raise
+        raise MisconfigurationException(str(error)) from error
+
+
+def check_whole_number(name: str, value: object, least: int) -> None:
+    """Check a number.
+
+    Raises:
+        MisconfigurationException: If it is none, or smaller than ``least``.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise MisconfigurationException(f"{name} must be a whole number of at least {least}, got {value!r}.")
 
 
 def check_backend(backend: str | None) -> None:

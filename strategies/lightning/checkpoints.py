@@ -9,8 +9,16 @@ from zipfile import is_zipfile
 
 import torch
 
-from strategies.checkpoint.store import check_not_cut_off, is_sharded, load_sharded, local_path, save_file
+from strategies.checkpoint.store import (
+    STATE_DICT_TYPES,
+    check_not_cut_off,
+    is_sharded,
+    load_sharded,
+    local_path,
+    save_file,
+)
 from strategies.checkpoint.writer import Writer
+from strategies.common.names import did_you_mean
 from strategies.lightning.compat import (
     DoublePrecision,
     MisconfigurationException,
@@ -21,6 +29,22 @@ from strategies.lightning.compat import (
     TrainerFn,
 )
 from strategies.lightning.hooks import before_file_exists
+
+
+def check_state_dict_type(state_dict_type: str, checkpoint_io: object | None) -> None:
+    """Check the form in which checkpoints are written.
+
+    Raises:
+        MisconfigurationException: If there is no such form, or if the form does not use the user's ``CheckpointIO``.
+    """
+    if state_dict_type not in STATE_DICT_TYPES:
+        raise MisconfigurationException(
+            f"Unknown state_dict_type {state_dict_type!r}{did_you_mean(str(state_dict_type), STATE_DICT_TYPES)}"
+        )
+    if state_dict_type == "sharded" and checkpoint_io is not None:
+        raise MisconfigurationException(
+            f'state_dict_type="sharded" does not write through a CheckpointIO; leave out {checkpoint_io!r}.'
+        )
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

@@ -417,6 +417,7 @@ class ModuleLabels:
 
     def __init__(self, profiler: PyTorchProfiler, model: nn.Module) -> None:
         self._profiler, self._model = profiler, model
+        self._none = self._of(lambda module: False)
 
     def remove(self) -> None:
         """Remove the labels of all modules, and keep the profiler from adding them again."""
@@ -424,7 +425,7 @@ class ModuleLabels:
             for own in forward_hooks(module):
                 for key in [key for key, hook in own.items() if _is_label(hook)]:
                     del own[key]
-        self._profiler._register = self._of(lambda module: False)
+        self._profiler._register = self._none
 
     def add(self, is_labelled: Callable[[nn.Module], bool]) -> None:
         """Label some modules, if the profiler is to label any; the profiler removes the labels at its end."""
@@ -433,8 +434,11 @@ class ModuleLabels:
             self._profiler._register.__enter__()
 
     def allow(self) -> None:
-        """Let the profiler label all modules again, as it does at its start."""
-        if isinstance(self._profiler._register, RegisterRecordFunction):
+        """After :meth:`remove`, let the profiler label all modules again, as it does at its start.
+
+        This has no effect if modules have been labelled since.
+        """
+        if self._profiler._register is self._none:
             self._profiler._register = None
 
     def _of(self, is_labelled: Callable[[nn.Module], bool]) -> RegisterRecordFunction:

@@ -17,7 +17,7 @@ from strategies.common.transformers_compat import example_of, lists_of_blocks, s
 from strategies.common.trees import tensors_in
 from strategies.launch.allocator import all_freed_memory_kept
 from strategies.launch.workers import share_of_threads
-from strategies.lightning.checks import as_misconfiguration
+from strategies.lightning.arguments import as_misconfiguration
 from strategies.lightning.compat import (
     LightningModule,
     MisconfigurationException,
@@ -40,8 +40,6 @@ from strategies.pipeline.partition.probe import is_called_first
 from strategies.pipeline.partition.sequential import Pipelined, check_balance
 from strategies.pipeline.stage.layers import num_recomputed
 from strategies.pipeline.stage.skip import verify_skippables
-
-BALANCE_MODES = ("balance_by_size", "balance_by_time")
 
 BUDGET_SECONDS = 1.0
 """The time that the passes of all layers may take together, beyond warm-up and the first few."""
@@ -215,7 +213,28 @@ def _other_modules(model: nn.Module, path: str) -> str:
     return "; it has neither anywhere: put its layers into one, such as `self.sequential_module = nn.Sequential(...)`"
 
 
-def is_reversed(model: LightningModule, module: Pipelined, device: torch.device, precision: Precision) -> bool:
+def warn_of_time_first(module: nn.Module, path: str) -> None:
+    """Warn if a layer takes time as the first dimension, because a pipeline splits that dimension as the batch."""
+    for name, layer in module.named_children():
+        if getattr(getattr(layer, "self_attn", layer), "batch_first", True) is False:
+            rank_zero_warn(
+                f"Layer {name} of {path}, a {type(layer).__name__}, has batch_first=False, so its first dimension "
+                "is time; a pipeline splits the first dimension into micro-batches. Give it batch_first=True."
+            )
+            return
+
+
+def warn_of_compiled_model(path: str) -> None:
+    """Warn if a module that contains the pipelined blocks is compiled, since the blocks run on their stages."""
+    if "_orig_mod" in path.split("."):
+        rank_zero_warn(
+            f"{path} is inside a module in torch.compile(...), which compiles neither its blocks, because they run on "
+            "their stages, nor the code that calls them. Compile the blocks instead: "
+            "blocks[i] = torch.compile(blocks[i])."
+        )
+
+
+def is_called_in_reverse(model: LightningModule, module: Pipelined, device: torch.device, precision: Precision) -> bool:
     """Return whether the model calls the blocks of an ``nn.ModuleList`` from the last to the first.
 
     This is known only for a model with an ``example_input_array``; blocks of others are taken to be called in order.
@@ -235,7 +254,7 @@ def find_balance(
     num_stages: int,
     num_chunks: int,
     given: list[int] | Literal["even"] | None,
-    mode: str,
+    by_time: bool,
     settings: Settings,
     device: torch.device,
     precision: Precision | None = None,
@@ -254,7 +273,7 @@ def find_balance(
         given: The number of layers of each chunk; ``"even"`` for equal numbers; ``None`` to measure each layer and the
             rest of the model, which the process of the last stage runs. Without an input, only parameters count, and
             only if the layers are all alike.
-        mode: What is measured: ``"balance_by_size"`` (bytes) or ``"balance_by_time"`` (seconds).
+        by_time: Whether seconds are measured, otherwise bytes.
         settings: Micro-batches, schedule and recomputation.
         device: Where a copy of one layer at a time is measured.
         precision: The precision of the training; by default that of the tensors.
@@ -267,12 +286,12 @@ def find_balance(
     """
     if given is not None and given != "even":
         with as_misconfiguration():
-            return check_balance(given, len(module), num_stages, chunks_per_stage=num_chunks // num_stages)
+            return check_balance(given, len(module), num_stages, chunks=num_chunks // num_stages)
     if len(module) < num_chunks and num_chunks > num_stages:
         raise MisconfigurationException(
             f"The pipelined {type(module).__name__} has {len(module)} layers, too few for {num_stages} devices with "
             f"{num_chunks} chunks of layers under schedule={settings.schedule!r}: each chunk needs one. Use fewer "
-            "devices or a smaller chunks_per_stage, schedule='1f1b', or divide the module into more layers."
+            "devices or a smaller chunks, schedule='1f1b', or divide the module into more layers."
         )
     if len(module) < num_stages:
         raise MisconfigurationException(
@@ -283,7 +302,6 @@ def find_balance(
         return [len(module)]
     if given == "even" or num_stages == 1:
         return partition_costs([1] * len(module), num_chunks)
-    by_time = mode == "balance_by_time"
     if model.example_input_array is None and example_of(model, module) is None and not _are_alike(module):
         each = f"{num_stages} devices" if num_chunks == num_stages else f"{num_chunks} chunks"
         raise MisconfigurationException(

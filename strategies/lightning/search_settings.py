@@ -60,7 +60,7 @@ class SearchSettings:
 
 def with_schedule(settings: Settings, planned: PlannedSchedule) -> Settings:
     """Return settings with the schedule and the number of micro-batches that were found."""
-    return replace(settings, schedule=planned, chunks_per_stage=None, microbatches=planned.microbatches)
+    return replace(settings, schedule=planned, chunks=None, microbatches=planned.microbatches)
 
 
 def fits(
@@ -76,7 +76,7 @@ def fits(
     chunks, limit = planned.chunks, choices.memory_limit_bytes
     if len(planned.table) != num_stages or sum(planned.balance) != num_layers:
         return False
-    if len(planned.balance) != num_stages * chunks or chunks > (settings.chunks_per_stage or MAX_CHUNKS):
+    if len(planned.balance) != num_stages * chunks or chunks > (settings.chunks or MAX_CHUNKS):
         return False
     if given is not None:
         numbers = partition_costs([1] * num_layers, num_stages * chunks) if given == "even" else list(given)

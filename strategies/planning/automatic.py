@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from strategies.common.trees import tensors_in
-from strategies.lightning.checks import as_misconfiguration
+from strategies.lightning.arguments import as_misconfiguration
 from strategies.lightning.compat import LightningModule, MisconfigurationException, Precision, rank_zero_info
 from strategies.lightning.partitioning import FoundExample, find_example, measuring
 from strategies.lightning.search_settings import MAX_CHUNKS, MAX_MICROBATCHES, SearchSettings
@@ -83,7 +83,7 @@ def find_schedule(
             "Set it to a batch of inputs with as many rows as the batches of training, or give the number."
         )
     numbers = _numbers(found.rows, choices)
-    num_chunks = [num_stages * chunks for chunks in range(1, (settings.chunks_per_stage or MAX_CHUNKS) + 1)]
+    num_chunks = [num_stages * chunks for chunks in range(1, (settings.chunks or MAX_CHUNKS) + 1)]
     balances = {number: _balance(given, len(module), number, num_stages, num_chunks) for number in num_chunks}
     with as_misconfiguration(), measuring(model, num_processes or num_stages, precision):
         try:
@@ -125,7 +125,7 @@ def find_schedule(
             known,
             num_stages,
             numbers,
-            max_chunks=settings.chunks_per_stage or MAX_CHUNKS,
+            max_chunks=settings.chunks or MAX_CHUNKS,
             memory_limit_bytes=choices.memory_limit_bytes,
             balance_of=balances.get if given is not None else None,
             clearly_faster=CLEARLY_FASTER,
@@ -207,4 +207,4 @@ def _balance(
     if len(given) != number and len(given) in numbers:
         return None
     with as_misconfiguration():
-        return check_balance(given, num_layers, num_stages, chunks_per_stage=number // num_stages)
+        return check_balance(given, num_layers, num_stages, chunks=number // num_stages)

@@ -21,7 +21,7 @@ from strategies.common.patching import unchanged
 from strategies.launch.allocator import all_freed_memory_kept
 from strategies.launch.limits import room_on_host
 from strategies.launch.workers import num_cores, share_of_threads
-from strategies.lightning.checks import as_misconfiguration, check_automatic_optimization, check_loss_weight
+from strategies.lightning.arguments import as_misconfiguration
 from strategies.lightning.compat import (
     CombinedLoader,
     LightningDataModule,
@@ -40,17 +40,20 @@ from strategies.lightning.compat import (
     transferred,
     unwrapped,
 )
+from strategies.lightning.features.loss_weights import check_loss_weight
+from strategies.lightning.features.per_microbatch import check_automatic_optimization, num_gradient_sets, split_for
 from strategies.lightning.hooks import collect_logs
+from strategies.lightning.launch.replicas import ReplicatedStrategy
+from strategies.lightning.options import Options
 from strategies.lightning.partitioning import (
     FoundExample,
     find_example,
     find_module,
     find_path,
-    is_reversed,
+    is_called_in_reverse,
     measuring,
     with_threads,
 )
-from strategies.lightning.per_microbatch import num_gradient_sets, split_for
 from strategies.optim.costs import StepCost, StepCosts
 from strategies.optim.trial import check_divisible
 from strategies.pipeline.executor.settings import Settings
@@ -63,6 +66,7 @@ from strategies.pipeline.schedule.planned import AUTO
 from strategies.pipeline.schedule.program import ranks_of
 from strategies.pipeline.schedule.tables import SCHEDULES, Placement
 from strategies.pipeline.stage.layers import num_recomputed
+from strategies.pipeline.transport.slots import NUM_SLOTS
 from strategies.planning.action_costs import DriverPart, Layer, model_costs
 from strategies.planning.automatic import input_bytes, measure_actions
 from strategies.planning.plan_rows import Measured, PlanRow, best_row, plan_row
@@ -155,6 +159,29 @@ class PipelineOptions:
     only_auto: Sequence[str] = ()
     num_snapshots: int = 0
     gathers_on_end: bool | None = None
+
+    @classmethod
+    def of(cls, given: Options, ranks: ReplicatedStrategy, num_nodes: int) -> "PipelineOptions":
+        """Return what a plan uses of the options of a strategy.
+
+        Args:
+            given: The options.
+            ranks: The strategy.
+            num_nodes: Number of hosts.
+        """
+        return cls(
+            given.module,
+            given.given_balance,
+            given.settings,
+            ranks.root_device,
+            ranks.world_size,
+            ranks.world_size if given.shard_optimizer_states else 1,
+            num_nodes,
+            given.loss_weight,
+            [name for name in ("max_microbatches", "memory_limit_bytes") if getattr(given.order, name) is not None],
+            NUM_SLOTS if given.max_restarts else 0,
+            given.gather_on_end,
+        )
 
 
 @dataclass(frozen=True)
@@ -345,7 +372,7 @@ class _Plan:
         given = self._of_training() or self._of_forward()
         optimizers = self._optimizers(min(choices.stages))
         given, costs = self._costs(given, ways)
-        in_reverse = is_reversed(self._model, self._module, self._device, self._precision)
+        in_reverse = is_called_in_reverse(self._model, self._module, self._device, self._precision)
         sizes = Sizes(optimizers, self._options.num_shares)
         known = {}
         for threads, measured in costs.items():
@@ -442,7 +469,7 @@ class _Plan:
             schedules.remove("gpipe")
         for schedule in schedules:
             check_automatic_optimization(self._model, schedule)
-            settings = replace(options.settings, schedule=schedule, chunks_per_stage=None, pipelined_backward=True)
+            settings = replace(options.settings, schedule=schedule, chunks=None, pipelined_backward=True)
             check_loss_weight(options.loss_weight, settings)
         if not options.settings.pipelined_backward:
             self._notes.append("all rows assume pipelined_backward=True")
@@ -450,7 +477,7 @@ class _Plan:
 
     def _chunks(self, schedule: str) -> int:
         least, default, most = SCHEDULES[schedule].chunks
-        given = self._options.settings.chunks_per_stage
+        given = self._options.settings.chunks
         return given if given is not None and least <= given <= most else default
 
     def _balance(self, stages: int, chunks: int) -> list[int] | None:
@@ -463,7 +490,7 @@ class _Plan:
         if len(given) != stages * chunks:
             return None
         with as_misconfiguration():
-            return check_balance(given, num, stages, chunks_per_stage=chunks)
+            return check_balance(given, num, stages, chunks=chunks)
 
     def _numbers(self, rows: int, least_rows: int) -> list[int]:
         """Return the numbers of micro-batches to compare.

@@ -5,19 +5,21 @@ recorded        ✓         ✓         ✓         ✓  │
                           └─────────┴─────────┘  ▲ by the last three: is another balance clearly faster?
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from strategies.common.names import did_you_mean
-from strategies.lightning.compat import MisconfigurationException
-from strategies.lightning.moving_layers import refuse
+from strategies.lightning.compat import MisconfigurationException, rank_zero_warn
+from strategies.lightning.features.feature import Feature
+from strategies.lightning.features.moving_layers import check_can_move, check_movable, refuse
+from strategies.lightning.hooks import Undo
+from strategies.lightning.options import Options, Rebalance
+from strategies.lightning.run import Preparation, Run
 from strategies.pipeline.driver import BatchRecording, Pipeline
 from strategies.pipeline.executor.settings import Settings
 from strategies.planning.imbalance import STEPS_TO_ASSESS, Imbalance, LastSteps, assess, measured_step
 
 AUTO = "auto"
-
-LEAST_GAIN = 0.1
-"""The default of ``rebalance_threshold``: moving layers takes a second or more, and predictions are not exact."""
 
 _RECORDED_PER_PERIOD = 8
 """The number of recorded steps in an epoch, or in n steps."""
@@ -26,7 +28,70 @@ _UNKNOWN_PERIOD = 200
 """The assumed number of batches of an epoch of unknown length."""
 
 
-class Rebalancing:
+class Rebalancing(Feature):
+    """Moves layers to other stages when recorded steps say that it is due and worthwhile.
+
+    Args:
+        every_n_steps: Decide whenever so many batches have run; ``None``: at the end of each epoch.
+        least_gain: The share of the time of a step's passes that another balance must be predicted to save.
+    """
+
+    options = ("rebalance",)
+
+    def __init__(self, every_n_steps: int | None, least_gain: float) -> None:
+        self._decisions = Decisions(every_n_steps, least_gain)
+        self._is_over = False
+
+    @classmethod
+    def of(cls, options: Options) -> "Rebalancing | None":
+        """Return the feature if layers may move by themselves."""
+        if options.rebalance is None:
+            return None
+        given = checked_rebalance(options.rebalance, options.settings)
+        check_movable(
+            "rebalance='auto'",
+            replicas=options.data_parallel_size,
+            is_external=False,
+            devices=[],
+            gathers=options.gather_on_end is not False,
+            profiles=False,
+        )
+        return cls(given.every_n_steps, given.threshold)
+
+    def check(self, prepared: Preparation) -> None:
+        """Check that layers can move in this run."""
+        if prepared.is_fitting:
+            check_can_move("rebalance='auto'", prepared)
+
+    def begin(self, run: Run) -> Iterable[Undo]:
+        """Forget an earlier run."""
+        self._decisions.begin()
+        yield self._decisions.begin  # an error may have ended a batch that is recorded
+
+    def on_train_batch_start(self, run: Run) -> None:
+        """Move layers to other stages if that is due and worthwhile; record the batch if it is its turn."""
+        if self._is_over or run.num_stages < 2:
+            return
+        pipeline, trainer = run.pipeline, run.trainer
+        found = self._decisions.before_batch(pipeline, run.model.current_epoch)
+        if found is not None:
+            names = [*(f"stage {i}" for i in range(run.num_stages - 1)), "the driver"]
+            why = found.described(names, least_gain=0.0).removesuffix(".")
+            try:
+                run.move(found.better, f"; {why}")
+            except MisconfigurationException as error:
+                rank_zero_warn(f"The balance stays {found.balance} from now on: {error}")
+                self._is_over = True
+                return
+        batch = trainer.fit_loop.epoch_loop.total_batch_idx
+        self._decisions.begin_batch(pipeline, batch, float(trainer.num_training_batches))
+
+    def on_batches_end(self, run: Run) -> None:
+        """Stop recording the last batch."""
+        self._decisions.stop()
+
+
+class Decisions:
     """Decides from recorded steps when layers move.
 
     Args:
@@ -102,39 +167,34 @@ class Rebalancing:
             self._steps.add(costs)
 
 
-def rebalancing_of(rebalance: Any, every_n_steps: Any, threshold: Any, settings: Settings) -> Rebalancing:
-    """Check the arguments about rebalancing, at least one of which is given, and return a :class:`Rebalancing`.
+def checked_rebalance(rebalance: Any, settings: Settings) -> Rebalance:
+    """Return when layers move.
 
     Args:
-        rebalance: The argument of the strategy.
-        every_n_steps: ``rebalance_every_n_steps``.
-        threshold: ``rebalance_threshold``.
+        rebalance: The argument of the strategy, which is given.
         settings: Settings of the pipeline.
 
     Raises:
-        MisconfigurationException: If a value is wrong, or has no effect.
+        MisconfigurationException: If a value is wrong, or if layers cannot move under these settings.
     """
-    if rebalance not in (None, AUTO):
+    if rebalance != AUTO and not isinstance(rebalance, Rebalance):
         raise MisconfigurationException(
-            f"rebalance must be 'auto' or None, got {rebalance!r}{did_you_mean(str(rebalance), (AUTO,))}"
+            f"rebalance must be 'auto', Rebalance(...) or None, got {rebalance!r}"
+            f"{did_you_mean(str(rebalance), (AUTO,))}"
         )
-    given = {"rebalance_every_n_steps": every_n_steps, "rebalance_threshold": threshold}
-    for name, value in given.items():
-        if value is not None and rebalance is None:
-            raise MisconfigurationException(f"{name}={value!r} requires rebalance='auto'; set it, or leave {name} out.")
-    if every_n_steps is not None and (
-        not isinstance(every_n_steps, int) or isinstance(every_n_steps, bool) or every_n_steps < STEPS_TO_ASSESS
-    ):
+    given = Rebalance() if rebalance == AUTO else rebalance
+    number, threshold = given.every_n_steps, given.threshold
+    if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < STEPS_TO_ASSESS):
         raise MisconfigurationException(
-            f"rebalance_every_n_steps must be a whole number of at least {STEPS_TO_ASSESS}, of which so many are "
-            f"recorded, got {every_n_steps!r}."
+            f"every_n_steps of rebalance must be a whole number of at least {STEPS_TO_ASSESS}, of which so many are "
+            f"recorded, got {number!r}."
         )
-    if threshold is not None and (not isinstance(threshold, int | float) or not 0 < threshold < 1):
-        raise MisconfigurationException(f"rebalance_threshold must be between 0 and 1, got {threshold!r}.")
+    if not isinstance(threshold, int | float) or not 0 < threshold < 1:
+        raise MisconfigurationException(f"threshold of rebalance must be between 0 and 1, got {threshold!r}.")
     reasons = {
         "measures the passes of each micro-batch, but pipelined_backward=False runs the backward passes of all at "
         "once": not settings.pipelined_backward,
         "keeps the order of passes, which schedule='auto' has chosen together with the balance": settings.is_auto,
     }
     refuse("rebalance='auto'", reasons)
-    return Rebalancing(every_n_steps, threshold or LEAST_GAIN)
+    return given

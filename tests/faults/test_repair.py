@@ -34,7 +34,7 @@ from repair_job import (
 )
 from torch import Tensor
 
-from strategies import RPCSequentialStrategy
+from strategies import Rebalance, RPCSequentialStrategy
 from strategies.common.errors import WorkerLost
 from strategies.pipeline.recovery.verification import ComputedWrongly
 from trainer import PipelineMonitor, Trainer
@@ -264,7 +264,7 @@ def monitored() -> Any:
         {2: ["forward-0"], 9: ["step-1"], 13: ["at-end-0"]},
         1,
         callbacks=lambda: [PipelineMonitor(2, dirpath=".")],
-        options={"rebalance": "auto", "rebalance_every_n_steps": 4},
+        options={"rebalance": Rebalance(every_n_steps=4)},
         **EACH_BATCH,
     )
     rows = [row for row in csv.DictReader(StringIO(found["csv"])) if row["pipeline/step_ms"]]

@@ -46,7 +46,7 @@ def trained(
     layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(16)]
     layers[3].append(make())
     module = nn.Sequential(*layers).double()
-    settings = Settings(microbatches=5, schedule=schedule, chunks_per_stage=SCHEDULES[schedule], data_plane=plane)
+    settings = Settings(microbatches=5, schedule=schedule, chunks=SCHEDULES[schedule], data_plane=plane)
     placement = settings.programs(len(devices)).placement
     chunks = placement.num_stages
     balance = [len(layers) // chunks + (i < len(layers) % chunks) for i in range(chunks)]

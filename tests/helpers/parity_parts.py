@@ -103,7 +103,7 @@ class TracedAdamW(Traced, AdamW):
 def gradients(model: Any) -> dict[str, Tensor | None]:
     """A copy of the gradient of each parameter of a LightningModule in training, wherever it lives."""
     found = {name: None if p.is_meta else p.grad for name, p in model.named_parameters()}
-    pipeline = getattr(model.trainer.strategy, "_pipeline", None)  # one process has none
+    pipeline = getattr(model.trainer.strategy, "pipeline", None)  # one process has none
     for remote in [] if pipeline is None else pipeline.remotes:
         found.update({f"sequential_module.{name}": grad for name, grad in captured(remote, PartKind.GRADS).items()})
     return {name: None if grad is None else grad.clone() for name, grad in found.items()}

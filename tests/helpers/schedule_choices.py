@@ -2,17 +2,23 @@
 
 from typing import Any
 
+from strategies import Schedule
+
 CHOICES: dict[str, dict[str, Any]] = {
     "gpipe": {"schedule": "gpipe"},
     "1f1b": {"schedule": "1f1b"},
     "interleaved": {"schedule": "interleaved"},
-    "interleaved-3": {"schedule": "interleaved", "chunks_per_stage": 3},
+    "interleaved-3": {"schedule": "interleaved", "chunks": 3},
     "zb-h1": {"schedule": "zb-h1"},
-    "zb-h1-2": {"schedule": "zb-h1", "chunks_per_stage": 2},
+    "zb-h1-2": {"schedule": "zb-h1", "chunks": 2},
     "zbv": {"schedule": "zbv"},
     "v-half": {"schedule": "v-half"},
 }
-"""Arguments of the strategy and of the settings of a pipeline, by name."""
+"""Arguments of the settings of a pipeline, by name."""
 
-SEVERAL_CHUNKS_OR_SPLIT = {name: CHOICES[name] for name in CHOICES if name not in ("gpipe", "1f1b")}
-"""Those with several chunks of layers per stage, or backward passes in two parts."""
+SEVERAL_CHUNKS_OR_SPLIT = {
+    name: Schedule(choice["schedule"], choice.get("chunks"))
+    for name, choice in CHOICES.items()
+    if name not in ("gpipe", "1f1b")
+}
+"""Those with several chunks of layers per stage, or backward passes in two parts, for the strategy."""

@@ -68,9 +68,12 @@ class Resumed(Small):
         ]
 
 
-def pipeline(stages: int, **options: Any) -> dict[str, Any]:
+def pipeline(stages: int, balance: Any = None, **options: Any) -> dict[str, Any]:
     """Arguments of the Trainer."""
-    return {"strategy": RPCSequentialStrategy(BALANCES[stages], microbatches=3, **options), "devices": stages}
+    return {
+        "strategy": RPCSequentialStrategy(balance or BALANCES[stages], microbatches=3, **options),
+        "devices": stages,
+    }
 
 
 def single() -> dict[str, Any]:

@@ -54,7 +54,7 @@ class KilledNet(Net):
 
     def on_train_batch_start(self, batch: list[Tensor], batch_idx: int) -> None:
         if batch_idx == 2:
-            workers = self.trainer.strategy._pipeline.workers._processes
+            workers = self.trainer.strategy.pipeline.workers._processes
             os.kill(workers[1][1] if self.victim == "worker" else os.getpid(), signal.SIGKILL)
 
 

@@ -175,7 +175,7 @@ class Saves(Callback):
 class Doomed(Net):
     def on_train_batch_start(self, batch: list[Tensor], batch_idx: int) -> None:
         if batch_idx == 2 and self.trainer.global_rank == 1:
-            os.kill(self.trainer.strategy._pipeline.workers._processes[0].pid, signal.SIGKILL)
+            os.kill(self.trainer.strategy.pipeline.workers._processes[0].pid, signal.SIGKILL)
 
 
 DIVIDED = {"shard_optimizer_states": True}
@@ -209,7 +209,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
     ),
     "divided, interleaved": (Net, {**DIVIDED, "schedule": "interleaved", "balance": [2, 1, 2, 1]}, {}),
-    "auto": (MeasuredNet, {"schedule": "auto", "balance": None}, {}),
+    "auto": (MeasuredNet, {"schedule": "auto", "balance": "by_size"}, {}),
     "divided, tied": (partial(Net, tied=True), {**DIVIDED, "checkpoint": "always"}, {}),
     "divided, manual": (ManualNet, DIVIDED, {}),
 }

@@ -1,6 +1,5 @@
 """The teardown of a strategy raises the first error of a run, and no other one."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,11 +26,11 @@ def prepared(strategy: Any, devices: int) -> tuple[Trainer, Any]:
 def test_a_lost_worker_is_the_first_error() -> None:
     """The checkpoint could not be written because of it, so that error is only a warning."""
 
-    def close(*, is_failing: bool) -> None:
+    def close() -> None:
         raise WorkerLost("stage 0 was killed by signal 9")
 
     _, strategy = prepared(RPCSequentialStrategy([1, 1], async_save=True), 2)
-    strategy._pipeline = SimpleNamespace(close=close)
+    strategy._ending.callback(close)
     with pytest.raises(WorkerLost, match="stage 0"), pytest.warns(match="A checkpoint could not be saved .*No space"):
         strategy.teardown()
 

@@ -76,6 +76,28 @@ ELSEWHERE: dict[str, list[str]] = {
         "unit/lightning/test_packages.py",
         "integration/trainer/test_import_lightning.py",
     ],
+    "strategies/lightning/features/batch_norm.py": [
+        "unit/test_rpc_sequential.py",
+        "integration/parity/training/test_parity_batchnorm.py",
+    ],
+    "strategies/lightning/features/construction.py": ["integration/models/test_configure_model.py"],
+    "strategies/lightning/features/division.py": [
+        "integration/parity/schedules/test_parity_auto.py",
+        "integration/parity/schedules/test_parity_rebalance.py",
+    ],
+    "strategies/lightning/features/precision.py": [
+        "unit/test_rpc_sequential.py",
+        "integration/parity/training/test_parity_gradients.py",
+    ],
+    "strategies/lightning/features/recovery.py": ["integration/pipeline/test_recovery.py"],
+    "strategies/lightning/features/replicas.py": [
+        "integration/replicas/test_replicas.py",
+        "integration/replicas/test_replicas_features.py",
+    ],
+    "strategies/lightning/features/seeds.py": ["integration/checkpoint/test_checkpoint_resume.py"],
+    "strategies/lightning/options.py": ["unit/test_rpc_sequential.py", "unit/lightning/test_arguments.py"],
+    "strategies/lightning/run.py": ["unit/test_rpc_sequential.py"],
+    "strategies/lightning/whole_batch.py": ["integration/parity/training/test_parity_steps.py"],
     "strategies/lightning/launch/loopback.py": ["integration/replicas/test_security.py", "faults/test_faults_ranks.py"],
     "strategies/lightning/launch/phases.py": ["faults/test_faults_ranks.py"],
     "strategies/lightning/launch/rank_launcher.py": ["integration/replicas/test_launch.py"],
@@ -87,14 +109,14 @@ ELSEWHERE: dict[str, list[str]] = {
         "faults/test_faults_ranks.py",
         "integration/replicas/test_replicas.py",
     ],
-    "strategies/lightning/per_microbatch.py": [
-        "unit/lightning/test_num_gradient_sets.py",
+    "strategies/lightning/features/per_microbatch.py": [
+        "unit/lightning/features/test_num_gradient_sets.py",
         "integration/parity/schedules/test_1f1b_outputs.py",
         "integration/parity/schedules/test_parity_1f1b.py",
     ],
-    "strategies/lightning/profiler.py": ["integration/parity/trainer/test_parity_profilers.py"],
-    "strategies/lightning/summary.py": ["integration/parity/trainer/test_summary.py"],
-    "strategies/lightning/weight_averaging.py": ["integration/parity/training/test_parity_weight_averaging.py"],
+    "strategies/lightning/features/profiler.py": ["integration/parity/trainer/test_parity_profilers.py"],
+    "strategies/lightning/features/summary.py": ["integration/parity/trainer/test_summary.py"],
+    "strategies/lightning/features/averages.py": ["integration/parity/training/test_parity_weight_averaging.py"],
     "strategies/optim/gradients.py": [
         "unit/optim/test_restricted.py",
         "integration/parity/training/test_parity_gradients.py",

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.distributed import rpc
 from torch.utils.data import DataLoader
 
-from strategies import RPCSequentialStrategy
+from strategies import RPCSequentialStrategy, Schedule
 from strategies.launch import workers as launch
 from strategies.launch.workers import Workers
-from strategies.lightning.checks import check_mixed_precision
+from strategies.lightning.features.precision import check_mixed_precision
 from strategies.lightning.partitioning import find_path
 from strategies.pipeline import pop, skippable
 from trainer import Trainer
@@ -101,7 +101,7 @@ def fit(
     return trainer
 
 
-@pytest.mark.parametrize("settings", [{"balance": [1, 2]}, {}, {"balance_mode": "balance_by_time"}])
+@pytest.mark.parametrize("settings", [{"balance": [1, 2]}, {}, {"balance": "by_time"}])
 def test_nothing_wrong(settings: dict[str, Any]) -> None:
     """Only that the tests below would notice a process."""
     model, threads = Model(), torch.get_num_threads()
@@ -113,13 +113,13 @@ def test_nothing_wrong(settings: dict[str, Any]) -> None:
     assert not any(p.is_meta for p in model.parameters())
 
 
-@pytest.mark.parametrize("mode", ["balance_by_size", "balance_by_time"])
-def test_a_balance_that_is_found_while_gradients_are_there(mode: str) -> None:
+@pytest.mark.parametrize("way", ["by_size", "by_time"])
+def test_a_balance_that_is_found_while_gradients_are_there(way: str) -> None:
     """An earlier fit leaves those of the last stage. They are there again after measuring."""
     model = Model()
     model.sequential_module[2].weight.grad = gradient = torch.ones(2, 4)
     with pytest.raises(Started):
-        fit(model, balance_mode=mode)
+        fit(model, balance=way)
     assert model.sequential_module[2].weight.grad is gradient and torch.equal(gradient, torch.ones(2, 4))
     assert model.sequential_module[0].weight.grad is None
 
@@ -136,18 +136,21 @@ BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"checkpoint": "allways"}, "Unknown checkpoint 'allways'; did you mean 'always'?"),
     ({"checkpoint": "except-last"}, "Unknown checkpoint 'except-last'; did you mean 'except_last'?"),
     ({"checkpoint": True}, "Unknown checkpoint True; valid names: always, except_last, never"),
-    ({"balance_mode": "by_size"}, "Unknown balance_mode 'by_size'; did you mean 'balance_by_size'"),
-    ({"balance_mode": "x"}, "Unknown balance_mode 'x'; valid names: balance_by_size, balance_by_time"),
+    ({"balance": "balance_by_size"}, "Unknown balance 'balance_by_size'; did you mean 'by_size'"),
+    ({"balance": "x"}, "Unknown balance 'x'; valid names: by_size, by_time, even"),
     ({"schedule": "g_pipe"}, "Unknown schedule 'g_pipe'; did you mean 'gpipe'?"),
-    ({"schedule": "1f1b", "pipelined_backward": False}, "pipelined_backward=False waits for all forward passes, which"),
+    (
+        {"schedule": Schedule("1f1b", pipelined_backward=False)},
+        "pipelined_backward=False waits for all forward passes, which",
+    ),
     ({"schedule": "zb"}, "Unknown schedule 'zb'; did you mean 'zbv'?"),
     ({"schedule": "rounds"}, "Unknown schedule 'rounds'; valid names: "),
     ({"schedule": 3}, "schedule must be a name ('gpipe', "),
-    ({"schedule": "1f1b", "chunks_per_stage": 2}, "schedule='1f1b' has 1 chunk of layers per stage, got chunks_per_"),
-    ({"schedule": "interleaved", "chunks_per_stage": 1}, "schedule='interleaved' has at least 2 chunks of layers per"),
-    ({"schedule": "zbv", "chunks_per_stage": 3}, "schedule='zbv' has 2 chunks of layers per stage, got chunks_per_st"),
-    ({"schedule": "zb-h1", "chunks_per_stage": 0}, "chunks_per_stage must be a whole number of at least 1, got 0."),
-    ({"schedule": "own.csv", "chunks_per_stage": 2}, "A custom table determines the chunks of layers, so leave"),
+    ({"schedule": Schedule("1f1b", chunks=2)}, "schedule='1f1b' has 1 chunk of layers per stage, got chunks=2"),
+    ({"schedule": Schedule("interleaved", chunks=1)}, "schedule='interleaved' has at least 2 chunks of layers per"),
+    ({"schedule": Schedule("zbv", chunks=3)}, "schedule='zbv' has 2 chunks of layers per stage, got chunks=3"),
+    ({"schedule": Schedule("zb-h1", chunks=0)}, "chunks must be a whole number of at least 1, got 0."),
+    ({"schedule": Schedule("own.csv", chunks=2)}, "A custom table determines the chunks of layers, so leave"),
     ({"rpc_timeout_sec": 0}, "rpc_timeout_sec must be a finite number of seconds above 0, got 0."),
     ({"rpc_timeout_sec": -1.5}, "rpc_timeout_sec must be a finite number of seconds above 0, got -1.5."),
     ({"rpc_timeout_sec": float("nan")}, "rpc_timeout_sec must be a finite number of seconds above 0, got nan."),
@@ -205,15 +208,23 @@ def test_the_balance_with_a_tensor_that_all_rows_share() -> None:
         ([3], 2, "The provided balance [3] is for 1 stages, but there are 2 devices."),
         ([3, 0], 2, "The provided balance [3, 0] must consist of whole numbers above 0: every stage needs a layer."),
         ([4, -1], 2, "The provided balance [4, -1] must consist of whole numbers above 0"),
-        ([1.5, 1.5], 2, "balance must be a list, each item a whole number or 'even' or None, got [1.5, 1.5]"),
+        (
+            [1.5, 1.5],
+            2,
+            "balance must be a list, each item a whole number or one of 'even', 'by_size', 'by_time', got [1.5, 1.5]",
+        ),
         ([], 2, "The provided balance sum: 0 does not match your Sequential length: 3"),
-        ("evn", 2, "balance must be a list, each item a whole number or 'even' or None, got 'evn'"),
+        ("evn", 2, "Unknown balance 'evn'; did you mean 'even'"),
         (
             "even",
             4,
             "has 3 layers, too few for 4 devices: each stage needs one. Set devices to at most 3, or divide it",
         ),
-        (None, 4, "has 3 layers, too few for 4 devices: each stage needs one. Set devices to at most 3, or divide it"),
+        (
+            "by_size",
+            4,
+            "has 3 layers, too few for 4 devices: each stage needs one. Set devices to at most 3, or divide it",
+        ),
     ],
 )
 def test_balance(balance: Any, devices: int, message: str) -> None:
@@ -223,7 +234,7 @@ def test_balance(balance: Any, devices: int, message: str) -> None:
 
 def test_balance_that_is_one_number() -> None:
     with pytest.raises(
-        MisconfigurationException, match=r"balance must be a list, each .* whole number or 'even' or None, got 3"
+        MisconfigurationException, match=r"balance must be a list, each .* whole number or one of 'even', .*, got 3"
     ):
         fit(Model(), balance=3)
 
@@ -442,7 +453,7 @@ class Block(nn.Module):
         return x + self.layers(x)
 
 
-def balance_in_use(layers: list[nn.Module], devices: int, balance: Any = None) -> Any:
+def balance_in_use(layers: list[nn.Module], devices: int, balance: Any = "by_size") -> Any:
     model, strategy = Model(), RPCSequentialStrategy(balance=balance)
     model.sequential_module, model.example_input_array = nn.Sequential(*layers), None
     trainer = Trainer(accelerator="cpu", devices=devices, strategy=strategy, logger=False, enable_checkpointing=False)
@@ -881,12 +892,12 @@ def test_rpc_that_somebody_else_uses(monkeypatch: pytest.MonkeyPatch) -> None:
 MISTAKES = {
     "microbatches=0": "microbatches must be a whole number of at least 1, got 0.",
     "checkpoint=alway": "Unknown checkpoint 'alway'; did you mean 'always'?",
-    "balance_mode=balance_by_tim": "Unknown balance_mode 'balance_by_tim'; did you mean 'balance_by_time'",
+    "schedule.chunks=0": "chunks must be a whole number of at least 1, got 0.",
     "schedule=gpip": "Unknown schedule 'gpip'; did you mean 'gpipe'?",
     "rpc_timeout_sec=0": "rpc_timeout_sec must be a finite number of seconds above 0, got 0.0.",
     "data_parallel_size=3": "data_parallel_size=3 replicas cannot divide 2 devices evenly among them; set devices to 3",
     "balance=[1,2]": "The provided balance sum: 3 does not match your Sequential length: 7.",
-    "balance=evn": "strategies.rpc_sequential.RPCSequentialStrategy: balance: expected 'even' or list[int] or null",
+    "balance=evn": "strategies.rpc_sequential.RPCSequentialStrategy: balance: expected 'by_size' or 'by_time' or 'ev",
     "balance=[7]": "The provided balance [7] is for 1 stages, but there are 2 devices.",
     "balance=[7,0]": "The provided balance [7, 0] must consist of whole numbers above 0: every stage needs a layer.",
     "module=sequential": "GPT has no 'sequential', the nn.Sequential or nn.ModuleList to be pipelined; did you mean",

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 from strategies.planning.picture import COLOURS
 from trainer.report.charts import NUM_COLOURS, Segment, Series, bars, line_chart, number, step_number, style
-from trainer.report.run_folder import Curve, Run
+from trainer.report.run_folder import Curve, ReportedRun
 
 MOST_PICTURES, MOST_LOSSES = 12, 4
 
@@ -90,7 +90,7 @@ td.name { overflow-wrap: anywhere; }
 """
 
 
-def page(run: Run) -> str:
+def page(run: ReportedRun) -> str:
     """Return the page."""
     title = f"Run {run.folder}"
     sections = [
@@ -139,7 +139,7 @@ def _missing(what: str, how: str) -> str:
     return f'<p class="missing">{what} {how}.</p>'
 
 
-def _not_monitored(what: str, run: Run) -> str:
+def _not_monitored(what: str, run: ReportedRun) -> str:
     """Return a paragraph that says which part of a step's record is missing, and why or what the next run needs."""
     if not run.events:
         how = _MONITOR
@@ -168,13 +168,13 @@ def _finite(curve: Curve) -> Curve:
     return [(step, value) for step, value in curve if math.isfinite(value)]
 
 
-def _of_processes(run: Run, scalar: str) -> dict[str, Curve]:
+def _of_processes(run: ReportedRun, scalar: str) -> dict[str, Curve]:
     """Return the curve of a scalar of ``PipelineMonitor`` for each process that has it."""
     names = {name: f"pipeline/{name.replace(' ', '_')}/{scalar}" for name in run.processes}
     return {name: curve for name, key in names.items() if (curve := run.curves.get(key))}
 
 
-def _losses_of(run: Run) -> dict[str, Curve]:
+def _losses_of(run: ReportedRun) -> dict[str, Curve]:
     return {name: curve for name, curve in run.curves.items() if "loss" in name.lower() and not _is_ours(name)}
 
 
@@ -185,7 +185,7 @@ def _is_ours(name: str) -> bool:
 # Parts of the page
 
 
-def _tiles(run: Run) -> Iterator[str]:
+def _tiles(run: ReportedRun) -> Iterator[str]:
     tiles = []
     if steps := [step for curve in run.curves.values() for step, _ in curve]:
         tiles.append(("last step that was logged", number(max(steps))))
@@ -207,7 +207,7 @@ def _tiles(run: Run) -> Iterator[str]:
     yield "</div>"
 
 
-def _balance(run: Run) -> Iterator[str]:
+def _balance(run: ReportedRun) -> Iterator[str]:
     if (pipeline := run.pipeline) is None:
         yield _missing("The balance is not in the folder.", _MONITOR)
         return
@@ -255,7 +255,7 @@ def _layers(process: dict[str, Any]) -> str:
     return ", ".join(f"{place} {run[0]['class']}" for place, run in zip(places, runs, strict=True))
 
 
-def _losses(run: Run) -> Iterator[str]:
+def _losses(run: ReportedRun) -> Iterator[str]:
     losses = _losses_of(run)
     if not run.curves:
         yield _missing("There are no metrics in the folder.", "A <code>CSVLogger</code> writes them")
@@ -265,7 +265,7 @@ def _losses(run: Run) -> Iterator[str]:
         yield _chart("Logged values with “loss” in their name", losses, _marks(run), wide=True)
 
 
-def _others(run: Run) -> Iterator[str]:
+def _others(run: ReportedRun) -> Iterator[str]:
     losses = _losses_of(run)
     others = {name: curve for name, curve in run.curves.items() if not _is_ours(name) and name not in losses}
     if others:
@@ -274,7 +274,7 @@ def _others(run: Run) -> Iterator[str]:
         yield "</div>"
 
 
-def _step_times(run: Run) -> Iterator[str]:
+def _step_times(run: ReportedRun) -> Iterator[str]:
     if not (steps := run.curves.get("pipeline/step_ms")):
         yield _not_monitored("The times of steps are not in the metrics.", run)
         return
@@ -294,7 +294,7 @@ def _step_times(run: Run) -> Iterator[str]:
     yield "</div>"
 
 
-def _parts_of_steps(run: Run) -> Iterator[str]:
+def _parts_of_steps(run: ReportedRun) -> Iterator[str]:
     """Yield a bar for each process, with the mean time of each part of the recorded steps."""
     rows, used = [], set()
     for name in run.processes:
@@ -317,7 +317,7 @@ def _parts_of_steps(run: Run) -> Iterator[str]:
         yield f"</p>{bars(rows, 'parts of a step of each process', 'milliseconds')}</div>"
 
 
-def _timetables(run: Run) -> Iterator[str]:
+def _timetables(run: ReportedRun) -> Iterator[str]:
     if not run.pictures:
         yield _not_monitored("There are no pictures in the folder <code>pipeline</code>.", run)
         return
@@ -334,7 +334,7 @@ def _timetables(run: Run) -> Iterator[str]:
         yield f'<details class="card"><summary>{len(others)} earlier steps</summary>{"".join(others)}</details>'
 
 
-def _memory(run: Run) -> Iterator[str]:
+def _memory(run: ReportedRun) -> Iterator[str]:
     if not (curves := _of_processes(run, "memory_mib")):
         yield _not_monitored("The memory of the stages is not in the metrics.", run)
         return
@@ -342,7 +342,7 @@ def _memory(run: Run) -> Iterator[str]:
     yield _chart(title, curves, _marks(run), from_zero=True, wide=True, processes=run.processes)
 
 
-def _events(run: Run) -> Iterator[str]:
+def _events(run: ReportedRun) -> Iterator[str]:
     if not run.events:
         yield _missing("Starts, repairs and checkpoints are not in the folder.", _MONITOR)
     else:
@@ -367,7 +367,7 @@ def _events(run: Run) -> Iterator[str]:
         yield _missing("There are no checkpoints in the folder <code>checkpoints</code>.", how)
 
 
-def _settings(run: Run) -> Iterator[str]:
+def _settings(run: ReportedRun) -> Iterator[str]:
     if not run.settings:
         how = "<code>python -m trainer fit</code> writes config.yaml, and <code>self.save_hyperparameters()</code> "
         yield _missing("There are no settings in the folder.", how + "makes loggers write hparams.yaml")
@@ -384,7 +384,7 @@ def _is_special(event: dict[str, Any]) -> bool:
     return event["event"] not in _USUAL
 
 
-def _marks(run: Run) -> list[tuple[float, str]]:
+def _marks(run: ReportedRun) -> list[tuple[float, str]]:
     return [
         (event["step"], f"{event['event']}, step {step_number(event['step'])}")
         for event in run.events

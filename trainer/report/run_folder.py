@@ -22,7 +22,7 @@ class UnusableFolder(ValueError):
 
 
 @dataclass
-class Run:
+class ReportedRun:
     """The content of a run's folder.
 
     Attributes:
@@ -62,7 +62,7 @@ class Run:
         return [*sorted(stages, key=lambda name: int(name.split()[1])), *(found & {"driver"})]
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> ReportedRun:
     """Read a folder.
 
     Raises:
@@ -72,7 +72,7 @@ def read_run(folder: Path) -> Run:
         raise UnusableFolder(f"there is no folder {folder}")
     if not folder.is_dir():
         raise UnusableFolder(f"{folder} is a file; give the folder of the run, such as {folder.parent}")
-    run = Run(folder)
+    run = ReportedRun(folder)
     boards = sorted(folder.glob(_BOARD))
     if (folder / _METRICS).exists():
         _read_csv(run, folder / _METRICS)
@@ -94,7 +94,7 @@ def read_run(folder: Path) -> Run:
     return run
 
 
-def _read_csv(run: Run, path: Path) -> None:
+def _read_csv(run: ReportedRun, path: Path) -> None:
     try:
         with path.open(newline="") as file:
             rows = list(csv.DictReader(file))
@@ -148,7 +148,7 @@ def _why_nothing(folder: Path, has_board: bool) -> str:
     return f"{folder} has no metrics ({_METRICS} or {_BOARD}){hint}"
 
 
-def _read_events(run: Run) -> None:
+def _read_events(run: ReportedRun) -> None:
     path = run.folder / "pipeline" / "events.jsonl"
     if not path.exists():
         return
@@ -175,7 +175,7 @@ def _check_event(event: dict[str, Any]) -> None:
         raise ValueError
 
 
-def _read_checkpoints(run: Run) -> None:
+def _read_checkpoints(run: ReportedRun) -> None:
     for path in sorted((run.folder / "checkpoints").glob("*")):
         if path.is_dir():
             run.checkpoints.append((path.name, sum(f.stat().st_size for f in path.rglob("*") if f.is_file())))

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from strategies.common.patching import replaced
 from strategies.lightning.compat import LightningModule, MisconfigurationException
+from strategies.lightning.features.loss_weights import LossWeights, has_own_weights
+from strategies.lightning.features.per_microbatch import split_for
 from strategies.lightning.hooks import collect_logs
-from strategies.lightning.loss_weights import LossWeights, has_own_weights
-from strategies.lightning.per_microbatch import split_for
 from strategies.pipeline.stage.microbatch.split import split_batch
 from trainer.verification.record import RunRecord
 from trainer.verification.recorder import StepWatch

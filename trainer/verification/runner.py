@@ -25,6 +25,7 @@ from strategies.lightning.compat import (
     WeightAveraging,
     is_overridden,
 )
+from strategies.lightning.options import Schedule
 from strategies.lightning.partitioning import find_path
 from trainer.verification.blocks import check_blocks
 from trainer.verification.certificate import Certificate, ReferenceRuns, certify
@@ -51,13 +52,10 @@ _IN_FLOAT64 = (None, 32, "32", "32-true")
 """Precisions in place of which runs use float64, if the model allows it."""
 
 _LEFT_OUT = {
-    "balance_mode": "balance_by_size",
     "max_restarts": 0,
     "snapshot_every_n_steps": 1,
     "verify_every_n_steps": 0,
     "rebalance": None,
-    "rebalance_every_n_steps": None,
-    "rebalance_threshold": None,
 }
 """Settings of a pipeline that have no place in a reference of one stage."""
 
@@ -99,7 +97,9 @@ class VerifiedStrategy:
     @property
     def is_whole_loss(self) -> bool:
         """Whether ``training_step`` runs once for the whole batch."""
-        return not self.is_pipeline or self.arguments.get("schedule", "gpipe") == "gpipe"
+        schedule = self.arguments.get("schedule", "gpipe")
+        name = schedule.name if isinstance(schedule, Schedule) else schedule
+        return not self.is_pipeline or name == "gpipe"
 
     @property
     def counts_tokens(self) -> bool:
@@ -126,8 +126,6 @@ class VerifiedStrategy:
         from strategies.rpc_sequential import RPCSequentialStrategy
 
         arguments = {name: value for name, value in self.arguments.items() if name not in _LEFT_OUT}
-        for name in ("chunks_per_stage", "max_microbatches", "memory_limit_bytes"):
-            arguments.pop(name, None)
         arguments |= {
             "balance": "even",
             "microbatches": facts.get("microbatches", self.arguments.get("microbatches", 8)),

@@ -10,13 +10,6 @@ import torch
 from strategies.launch.ranks import World
 from strategies.launch.rendezvous import LOOPBACK, interface_to
 from strategies.launch.session import environment_variables
-from strategies.lightning.checks import (
-    check_environment,
-    check_launch,
-    check_numbering,
-    check_visible_gpus,
-    is_external,
-)
 from strategies.lightning.compat import (
     MisconfigurationException,
     ParallelStrategy,
@@ -26,6 +19,13 @@ from strategies.lightning.compat import (
     rank_zero_only,
     reset_seed,
     sync_ddp_if_available,
+)
+from strategies.lightning.launch.environment import (
+    check_environment,
+    check_launch,
+    check_numbering,
+    check_visible_gpus,
+    is_external,
 )
 from strategies.lightning.launch.rank_launcher import RanksLauncher
 from strategies.pipeline.optim.replicas import Replicas
@@ -42,13 +42,16 @@ class ReplicatedStrategy(ParallelStrategy):
     Args:
         num_replicas: Number of replicas.
         arguments: Arguments of ``ParallelStrategy``.
+        replaces_workers: Whether ranks of torchrun or SLURM start another worker for one that has been killed.
     """
 
-    def __init__(self, num_replicas: int, *arguments: Any) -> None:
+    averages_gradients: bool  # as of StrategyPlugin
+
+    def __init__(self, num_replicas: int, *arguments: Any, replaces_workers: bool = False) -> None:
         super().__init__(*arguments)
-        self._num_replicas = num_replicas
+        self._num_replicas, self._replaces_workers = num_replicas, replaces_workers
         self._rendezvous_directory: str | None = None
-        self._rendezvous = ""
+        self.rendezvous = ""
         """Where the replicas meet in this run, the same URL in all of them."""
         self.num_nodes = 1  # the Trainer sets the value that the user gave
         self.world: World | None = None
@@ -123,7 +126,7 @@ class ReplicatedStrategy(ParallelStrategy):
                 num_stages=num_local * self.num_nodes // self._num_replicas,
                 num_local=num_local,
             )
-            self._launcher = RanksLauncher(self.world)
+            self._launcher = RanksLauncher(self.world, replace_workers=self._replaces_workers)
         elif self.is_distributed:
             self._launcher = SubprocessScriptLauncher(environment, self._num_replicas, self.num_nodes)
 
@@ -161,13 +164,13 @@ class ReplicatedStrategy(ParallelStrategy):
         if not self.is_distributed:
             return None
         if self.world is not None:
-            self._rendezvous, address = self.broadcast(self.world.rendezvous()), self.world.address
+            self.rendezvous, address = self.broadcast(self.world.rendezvous()), self.world.address
         else:
             # Kept before the others know it: if one of them has failed, there is no broadcast, but a directory.
             self._rendezvous_directory = mkdtemp(prefix="relay-") if self.is_global_zero else None
             self._rendezvous_directory = self.broadcast(self._rendezvous_directory)
-            self._rendezvous, address = f"file://{self._rendezvous_directory}", LOOPBACK
-        return Replicas(self.global_rank, self.world_size, self._rendezvous, timeout_seconds, address, divide_states)
+            self.rendezvous, address = f"file://{self._rendezvous_directory}", LOOPBACK
+        return Replicas(self.global_rank, self.world_size, self.rendezvous, timeout_seconds, address, divide_states)
 
     def stages_on_host(self) -> list[int]:
         """Returns the number of the stage of each process on this host: of all replicas, drivers included."""

@@ -32,7 +32,7 @@ class Settings:
     microbatches: int = 8
     checkpoint: str = "except_last"
     schedule: ScheduleChoice = "gpipe"
-    chunks_per_stage: int | None = None
+    chunks: int | None = None
     pipelined_backward: bool = True
     deferred_batch_norm: bool = False
     rpc_timeout_sec: float = 60.0
@@ -77,7 +77,7 @@ class Settings:
         schedule = "1f1b" if self.is_auto else self.schedule
         if isinstance(schedule, str) and schedule in SCHEDULES:
             named = SCHEDULES[schedule]
-            chunks = 1 if self.is_auto else self.chunks_per_stage or named.chunks[1]
+            chunks = 1 if self.is_auto else self.chunks or named.chunks[1]
             placement, at_once = named.placement(processes, chunks), not self.pipelined_backward
             return Programs(lambda m: named.table(processes, m, chunks), placement, order, at_once=at_once)
         try:
@@ -113,9 +113,9 @@ class Settings:
             )
 
     def _check_schedule(self) -> None:
-        schedule, chunks, names = self.schedule, self.chunks_per_stage, (*SCHEDULES, AUTO_SCHEDULE)
+        schedule, chunks, names = self.schedule, self.chunks, (*SCHEDULES, AUTO_SCHEDULE)
         if chunks is not None and (not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1):
-            raise ValueError(f"chunks_per_stage must be a whole number of at least 1, got {chunks!r}.")
+            raise ValueError(f"chunks must be a whole number of at least 1, got {chunks!r}.")
         if isinstance(schedule, str) and schedule in SCHEDULES:
             least, _, most = SCHEDULES[schedule].chunks
             if chunks is not None and not least <= chunks <= most:
@@ -123,7 +123,7 @@ class Settings:
                 instead = "" if most > 1 else "; schedule='interleaved' has several"
                 raise ValueError(
                     f"schedule={schedule!r} has {number} chunk{'s' if least > 1 else ''} of layers per stage, got "
-                    f"chunks_per_stage={chunks}{instead}."
+                    f"chunks={chunks}{instead}."
                 )
             return
         if self.is_auto:
@@ -141,4 +141,4 @@ class Settings:
                 "table ends with .csv.)"
             )
         if chunks is not None:
-            raise ValueError(f"A custom table determines the chunks of layers, so leave chunks_per_stage={chunks} out.")
+            raise ValueError(f"A custom table determines the chunks of layers, so leave chunks={chunks} out.")

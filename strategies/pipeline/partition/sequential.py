@@ -12,7 +12,7 @@ Pipelined = nn.Sequential | nn.ModuleList
 """A module that can be divided into stages: layers that run in sequence, or blocks that the model calls itself."""
 
 
-def check_balance(balance: Sequence[int], num_layers: int, num_stages: int, *, chunks_per_stage: int = 1) -> list[int]:
+def check_balance(balance: Sequence[int], num_layers: int, num_stages: int, *, chunks: int = 1) -> list[int]:
     """Return the balance as a list with the number of layers of each chunk.
 
     Raises:
@@ -31,13 +31,13 @@ def check_balance(balance: Sequence[int], num_layers: int, num_stages: int, *, c
             f"The provided balance sum: {sum(sizes)} does not match your Sequential length: {num_layers}. "
             f"Give each layer to exactly one stage, or leave the balance out to choose it automatically."
         )
-    if chunks_per_stage > 1 and len(sizes) != num_stages * chunks_per_stage:
+    if chunks > 1 and len(sizes) != num_stages * chunks:
         raise ValueError(
             f"The provided balance {sizes} is for {len(sizes)} chunks, but {num_stages} devices with "
-            f"chunks_per_stage={chunks_per_stage} have {num_stages * chunks_per_stage}. Give one number of layers for "
+            f"chunks={chunks} have {num_stages * chunks}. Give one number of layers for "
             "each chunk, in the order of the layers."
         )
-    if len(sizes) != num_stages * chunks_per_stage:
+    if len(sizes) != num_stages * chunks:
         raise ValueError(
             f"The provided balance {sizes} is for {len(sizes)} stages, but there are {num_stages} devices. "
             f"Give one number of layers for each device, or set devices={len(sizes)}."

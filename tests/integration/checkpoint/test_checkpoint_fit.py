@@ -58,7 +58,7 @@ class Keeps(Resumed):
         self.told = str(raised.value)
 
     def on_train_end(self) -> None:  # its state could not be brought back either
-        layers = self.trainer.strategy._pipeline.stages[0]
+        layers = self.trainer.strategy.pipeline.stages[0]
         assert isinstance(layers[1], Forgets)
 
 

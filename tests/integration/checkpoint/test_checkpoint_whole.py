@@ -88,15 +88,13 @@ def odd_models() -> dict[str, Any]:
     seen = {}
     ways = {
         "single": (single(), 1),
-        "three": (pipeline(3, checkpoint="never"), 3),
-        "in parts": (pipeline(3, checkpoint="never", **KIND["sharded"]), 3),
+        "three": (pipeline(3, [2, 2, 3], checkpoint="never"), 3),
+        "in parts": (pipeline(3, [2, 2, 3], checkpoint="never", **KIND["sharded"]), 3),
     }
     home = Path.cwd()
     for name, (setting, stages) in ways.items():
         (home / name).mkdir()
         os.chdir(home / name)
-        if stages == 3:
-            setting["strategy"].balance = setting["strategy"]._given_balance = [2, 2, 3]
         end = fit(setting, 2, make=Odd, callbacks=[Saves(in_old_way=stages > 1)])
         found = {"end": end, "now": load(Path("now.ckpt"))}
         if stages > 1:
@@ -149,9 +147,9 @@ class Peaks(Callback):
     """How much memory each process takes on top while saving, in MiB: stages 0 and 1, then the driver."""
 
     def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
-        workers = trainer.strategy._pipeline.workers._processes
+        workers = trainer.strategy.pipeline.workers._processes
         pids = [*(process.pid for process in workers), os.getpid()]
-        trainer.strategy._pipeline.wait()
+        trainer.strategy.pipeline.wait()
         before = []
         for pid in pids:
             Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak is what there is now

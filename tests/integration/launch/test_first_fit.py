@@ -62,7 +62,7 @@ def hooks_of_a_fit(**options: Any) -> list[str]:
 
 
 def hooks_beside_the_server() -> list[list[str]]:
-    return [hooks_of_a_fit(), hooks_of_a_fit(balance_mode="balance_by_time")]
+    return [hooks_of_a_fit(), hooks_of_a_fit(balance="by_time")]
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ class LooksAtWorkers(Callback):
     """Notes the names of the gradients on each worker, and for how many parameters it has optimizer states."""
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        remotes = trainer.strategy._pipeline.remotes
+        remotes = trainer.strategy.pipeline.remotes
         self.num_gradients = [
             sum(g is not None for g in captured(remote, PartKind.GRADS).values()) for remote in remotes
         ]

@@ -137,7 +137,7 @@ def more() -> None:
     pipelined("gpipe", [2])
     pipelined("1f1b", [3])
     for schedule in ("gpipe", "1f1b"):
-        check(Reversed, train=data, val=data, strategy={"schedule": schedule, "balance": None}, stages=[3])
+        check(Reversed, train=data, val=data, strategy={"schedule": schedule, "balance": "by_size"}, stages=[3])
         pipelined(schedule, [2], Frozen, checkpoint="always")
         pipelined(schedule, [1])
 

@@ -171,7 +171,7 @@ def test_init_module_and_the_measured_balance() -> None:
     torch.manual_seed(5)
     expected = Layers(at_once=True, lr=0.0)
     train(expected, ROWS, make_trainer(1))
-    trainer = make_trainer(2, pipeline(balance_mode="balance_by_time"))
+    trainer = make_trainer(2, pipeline(balance="by_time"))
     torch.manual_seed(5)
     with trainer.init_module():
         model = Layers(at_once=True, lr=0.0)

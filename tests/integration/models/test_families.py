@@ -51,7 +51,7 @@ def equal_one_process(names: Sequence[str], stages: Sequence[int], *schedules: S
             try:
                 with refusal if is_refused else nullcontext():
                     outcome = fit(partial(Trained, family.make), strategy, devices, **settings)
-                    assert strategy._module_path == path, f"pipelines {strategy._module_path}"
+                    assert strategy._division.path == path, f"pipelines {strategy._division.path}"
                     compare(outcome, single, family.tolerance)
             except BaseException as error:  # pytest's own included
                 wrong.append(f"{family.name}, {schedule}, {devices} stages: {type(error).__name__}: {error}")

@@ -44,7 +44,7 @@ def tokens() -> DataLoader:
 
 
 def a_measured_balance() -> None:
-    strategy = {"schedule": "1f1b", "balance": None, "balance_mode": "balance_by_size"}
+    strategy = {"schedule": "1f1b", "balance": "by_size"}
     # Llama's norms and loss compute in float32.
     _, outcome = check(Model, train=tokens, strategy=strategy, stages=[2], tolerance=1e-5)
     assert outcome.trainer.strategy.balance == [4, 2]

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from benchmarks.messages import told
-from strategies import RPCSequentialStrategy
+from strategies import Rebalance, RPCSequentialStrategy
 from strategies.pipeline.executor.settings import Settings
 from trainer import PipelineMonitor
 
@@ -313,7 +313,7 @@ def beside_rebalancing() -> list[dict[str, float]]:
     made[SLOW_STEP][0][0::2] = MARK
     fit(
         Marked,
-        RPCSequentialStrategy(microbatches=MICROBATCHES, balance=[4, 3], rebalance="auto", rebalance_threshold=0.99),
+        RPCSequentialStrategy(microbatches=MICROBATCHES, balance=[4, 3], rebalance=Rebalance(threshold=0.99)),
         2,
         train=lambda: DataLoader(made, batch_size=None),
         max_epochs=1,

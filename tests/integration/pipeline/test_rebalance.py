@@ -15,7 +15,7 @@ from sleeping import Sleepy
 
 from benchmarks.messages import told
 from benchmarks.rebalance import run as disturbed
-from strategies import RPCSequentialStrategy
+from strategies import Rebalance, RPCSequentialStrategy
 from trainer import PipelineMonitor, Trainer
 
 BATCHES = 8
@@ -86,9 +86,7 @@ def relieved_within_an_epoch() -> None:
                 microbatches=4,
                 balance=[5, 6],
                 schedule="1f1b",
-                rebalance="auto",
-                rebalance_every_n_steps=10,
-                rebalance_threshold=0.05,
+                rebalance=Rebalance(every_n_steps=10, threshold=0.05),
             ),
             2,
             train=lambda: batches([8] * 22),
@@ -108,7 +106,7 @@ class Fails(Callback):
 
 
 def evaluated_after_an_error() -> None:
-    strategy = RPCSequentialStrategy(microbatches=2, balance=[3, 3], rebalance="auto", rebalance_every_n_steps=3)
+    strategy = RPCSequentialStrategy(microbatches=2, balance=[3, 3], rebalance=Rebalance(every_n_steps=3))
     settings: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, callbacks=[Fails()], **settings)
     model = Small()

@@ -15,9 +15,12 @@ from strategies.planning import plan
 from trainer.cli import main
 
 PLANNED: dict[str, dict[str, Any]] = {
-    "gpipe": {"schedule": "auto", "microbatches": "auto", "max_microbatches": 4, "memory_limit_bytes": 10**9},
-    "1f1b": {"schedule": "interleaved", "chunks_per_stage": 2},
-    "interleaved": {"checkpoint": "never", "pipelined_backward": False},
+    "gpipe": {
+        "schedule": {"name": "auto", "max_microbatches": 4, "memory_limit_bytes": 10**9},
+        "microbatches": "auto",
+    },
+    "1f1b": {"schedule": {"name": "interleaved", "chunks": 2}},
+    "interleaved": {"checkpoint": "never", "schedule": {"pipelined_backward": False}},
     "zbv": {},
 }
 """The schedule that is asked for, and the strategy's settings in the configuration that is planned."""

@@ -14,7 +14,7 @@ from harness import run
 from paths import PYTHONPATH
 from verified_nets import SumLoss, VerifiedData, VerifiedNet
 
-from strategies import DDPStrategy, RPCSequentialStrategy, ZeROStrategy
+from strategies import DDPStrategy, RPCSequentialStrategy, Schedule, ZeROStrategy
 from trainer import verify
 from trainer.verification import process, runner
 from trainer.verification.certificate import DOCUMENTED, EQUAL, WRONG
@@ -67,7 +67,7 @@ SOUND: list[tuple[str, dict[str, Any], str, str]] = [
     ("none", {"schedule": "zbv", "balance": FOUR}, EQUAL, ""),
     ("none", {"schedule": "v-half", "balance": FOUR}, EQUAL, ""),
     ("none", {"checkpoint": "always"}, EQUAL, ""),
-    ("none", {"checkpoint": "never", "pipelined_backward": False}, EQUAL, ""),
+    ("none", {"checkpoint": "never", "schedule": Schedule(pipelined_backward=False)}, EQUAL, ""),
     ("none", {"microbatches": 1}, EQUAL, ""),
     ("counting", {"checkpoint": "never"}, EQUAL, ""),
     ("counting", {}, DOCUMENTED, "again where it is recomputed"),

@@ -23,7 +23,8 @@ from paths import ROOT
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from strategies import DDPStrategy, RPCSequentialStrategy, ZeROStrategy
-from strategies.lightning.arguments import hints_of
+from strategies.commands.failure import Failure
+from strategies.lightning.arguments import as_misconfiguration, hints_of
 from trainer import Trainer
 from trainer.cli import main
 
@@ -91,7 +92,7 @@ def test_a_wrong_value_of_any_argument(mistake: tuple[type, str, Any]) -> None:
         return  # Lightning's own, which the Trainer gives
     if name in ("balance", "module") and isinstance(value, list | str):
         return  # depends on the model: see test_rpc_sequential.py
-    if name == "max_restarts" and value == 0:
+    if name in ("max_restarts", "verify_every_n_steps") and value == 0:
         return  # which is right
     error = told(strategy, {name: value})
     assert name in str(error) and len(str(error)) < 600, (strategy, name, value, error)
@@ -176,3 +177,11 @@ def test_a_mistake_in_an_example_configuration(
         below[key] = {"no": ["such", "thing"]}
         line = said_to(tree, tmp_path / "config.yaml")
         assert key in line or "no" in line, line
+
+
+def test_an_error_of_a_layer_in_another_process_is_no_misconfiguration() -> None:
+    error = Failure.of(ValueError("of a layer"), "stage 0", "unpacking its layers").exception()
+    with pytest.raises(ValueError, match="of a layer"), as_misconfiguration():
+        raise error
+    with pytest.raises(MisconfigurationException, match="of a setting"), as_misconfiguration():
+        raise ValueError("of a setting")

@@ -1,6 +1,7 @@
 """The balance that is found for a model, and the line that says so."""
 
 import logging
+import warnings
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
-from strategies.lightning.partitioning import find_balance
+from strategies.lightning.partitioning import find_balance, warn_of_compiled_model
 from strategies.pipeline.executor.settings import Settings
 
 WIDTH, VOCABULARY = 16, 2000
@@ -39,9 +40,7 @@ class Wrapping(pl.LightningModule):
         self.model = model
 
 
-def found(
-    model: pl.LightningModule, path: str, given: Any = None, mode: str = "balance_by_size", **settings: Any
-) -> Any:
+def found(model: pl.LightningModule, path: str, given: Any = None, by_time: bool = False, **settings: Any) -> Any:
     return find_balance(
         model,
         model.get_submodule(path),
@@ -49,7 +48,7 @@ def found(
         num_stages=2,
         num_chunks=2,
         given=given,
-        mode=mode,
+        by_time=by_time,
         settings=Settings(**settings),
         device=torch.device("cpu"),
     )
@@ -77,12 +76,12 @@ def test_under_gpipe_the_time_of_the_driver_is_not_in_the_stages(lines: Any, mon
     monkeypatch.setattr("strategies.lightning.partitioning.BUDGET_SECONDS", 0.3)
     model = Gpt()
     model.example_input_array = torch.zeros(8, 64, dtype=torch.long)
-    balance = found(model, "blocks", mode="balance_by_time", schedule="1f1b")
+    balance = found(model, "blocks", by_time=True, schedule="1f1b")
     assert balance == [7, 1]
     for example in (model.example_input_array, None):
         lines.clear()
         model.example_input_array = example
-        assert abs(found(model, "blocks", mode="balance_by_time", schedule="gpipe")[0] - 4) <= 1
+        assert abs(found(model, "blocks", by_time=True, schedule="gpipe")[0] - 4) <= 1
         assert "not counted: under schedule='gpipe' it runs before and after the passes of the stages" in lines.text
 
 
@@ -93,8 +92,8 @@ def test_by_size_the_driver_holds_the_activations_of_the_whole_batch_under_gpipe
     assert on_gpipe[0] > on_1f1b[0] > 6
 
 
-@pytest.mark.parametrize("mode", ["balance_by_size", "balance_by_time"])
-def test_a_model_of_hugging_face_without_an_example(mode: str, lines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("by_time", [False, True])
+def test_a_model_of_hugging_face_without_an_example(by_time: bool, lines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("strategies.lightning.partitioning.BUDGET_SECONDS", 0.1)
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2
@@ -102,7 +101,7 @@ def test_a_model_of_hugging_face_without_an_example(mode: str, lines: Any, monke
     torch.manual_seed(0)
     model = Wrapping(LlamaForCausalLM(config))
     state = torch.get_rng_state()
-    balance = found(model, "model.model.layers", mode=mode, schedule="1f1b")
+    balance = found(model, "model.model.layers", by_time=by_time, schedule="1f1b")
     assert sum(balance) == 4 and balance[0] >= 2
     assert "costs as much as" in lines.text and "not measured" not in lines.text
     assert model.model.config.use_cache and torch.equal(torch.get_rng_state(), state)
@@ -133,3 +132,11 @@ def test_an_example_that_does_not_reach_every_block() -> None:
     model.forward = lambda tokens: model.head(model.blocks[0](model.embed(tokens)))
     with pytest.raises(MisconfigurationException, match=r"Gpt.forward does not call blocks 1, 2, 3, 4, 5, 6, 7"):
         found(model, "blocks")
+
+
+def test_a_model_that_is_compiled_as_a_whole() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_compiled_model("model.layers")
+    with pytest.warns(UserWarning, match="Compile the blocks instead"):
+        warn_of_compiled_model("model._orig_mod.layers")

@@ -1,11 +1,11 @@
 """``schedule="auto"``: settings that are refused, and when a schedule that was found earlier is used again."""
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
-from strategies import RPCSequentialStrategy
+from strategies import RPCSequentialStrategy, Schedule
 from strategies.lightning.search_settings import SearchSettings, fits
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.schedule.planned import PlannedSchedule
@@ -20,22 +20,25 @@ from strategies.pipeline.schedule.tables import zbv
             "microbatches='auto' is for schedule='auto', which measures the layers; got",
         ),
         (
-            {"memory_limit_bytes": 9},
+            {"schedule": Schedule(memory_limit_bytes=9)},
             "memory_limit_bytes=9 is for schedule='auto', which measures the layers;",
         ),
         (
-            {"schedule": "auto", "max_microbatches": 9},
+            {"schedule": Schedule("auto", max_microbatches=9)},
             "max_microbatches=9 is for microbatches='auto', got microbat",
         ),
         (
-            {"schedule": "auto", "microbatches": "auto", "max_microbatches": 0},
+            {"schedule": Schedule("auto", max_microbatches=0), "microbatches": "auto"},
             "max_microbatches must be a whole number",
         ),
-        ({"schedule": "auto", "memory_limit_bytes": "1 GB"}, "memory_limit_bytes must be a whole number of at"),
-        ({"schedule": "auto", "microbatches": "many"}, "microbatches must be a whole number of at least 1, got"),
-        ({"schedule": "auto", "chunks_per_stage": 0}, "chunks_per_stage must be a whole number of at least 1, got 0."),
         (
-            {"schedule": "auto", "pipelined_backward": False},
+            {"schedule": Schedule("auto", memory_limit_bytes=cast(Any, "1 GB"))},
+            "memory_limit_bytes must be a whole number of at",
+        ),
+        ({"schedule": "auto", "microbatches": "many"}, "microbatches must be a whole number of at least 1, got"),
+        ({"schedule": Schedule("auto", chunks=0)}, "chunks must be a whole number of at least 1, got 0."),
+        (
+            {"schedule": Schedule("auto", pipelined_backward=False)},
             "pipelined_backward=False waits for all forward passes",
         ),
         ({"schedule": "automatic"}, "Unknown schedule 'automatic'; did you mean 'auto'?"),
@@ -55,7 +58,7 @@ def test_what_was_found_earlier_is_used_where_it_fits() -> None:
     def is_used(
         stages: int = 2, layers: int = 6, given: Any = None, chunks: int | None = None, sets: int = 1, **choices: Any
     ) -> bool:
-        settings = Settings(schedule="auto", chunks_per_stage=chunks)
+        settings = Settings(schedule="auto", chunks=chunks)
         given_choices = SearchSettings("auto", **{"microbatches": 4, **choices})
         return fits(planned, stages, layers, given, settings, given_choices, sets)
 

@@ -54,7 +54,7 @@ def found(
         model.get_submodule(path),
         num_stages=2,
         given=given,
-        settings=Settings(schedule="auto", chunks_per_stage=chunks, checkpoint=checkpoint),
+        settings=Settings(schedule="auto", chunks=chunks, checkpoint=checkpoint),
         choices=SearchSettings("auto", **choices),
         device=torch.device("cpu"),
         gradient_sets=gradient_sets,
@@ -75,7 +75,7 @@ def test_a_schedule_is_found_and_the_model_is_left_alone(caplog: pytest.LogCaptu
     assert torch.equal(torch.get_rng_state(), state)
     (line,) = caplog.messages
     assert line.startswith("RPCSequentialStrategy: schedule='auto' chooses ") and f"balance {planned.balance}" in line
-    tables = with_schedule(Settings(schedule="auto", chunks_per_stage=2), planned).programs(2)
+    tables = with_schedule(Settings(schedule="auto", chunks=2), planned).programs(2)
     for number in (1, 3, 4):
         assert sum(map(len, tables.training[number].rows)) >= 2 * number * len(planned.balance)
 

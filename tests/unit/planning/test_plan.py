@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from strategies import RPCSequentialStrategy
+from strategies import RPCSequentialStrategy, Schedule
 from strategies.launch import workers
 from strategies.lightning import partitioning
 from strategies.optim.costs import StepCost
@@ -157,7 +157,7 @@ def test_the_microbatches_of_a_sweep_divide_the_rows() -> None:
 
 
 def test_the_settings_of_the_strategy_hold() -> None:
-    settings = {"balance": [3, 1], "chunks_per_stage": 1, "schedule": "zb-h1", "checkpoint": "never"}
+    settings = {"balance": [3, 1], "schedule": Schedule("zb-h1", chunks=1), "checkpoint": "never"}
     table = planned(Model(), Data(), settings=settings, microbatches=4)
     balances = {row.schedule: row.balance for row in table.rows}
     assert balances["1f1b"] == balances["gpipe"] == balances["zb-h1"] == [3, 1]
@@ -281,37 +281,39 @@ def test_what_does_not_fit_is_marked(capsys: pytest.CaptureFixture[str]) -> None
     assert "the smallest peak, but nothing fits into the limit of 0.0 MiB" in said
 
 
+def as_the_command_line_does(arguments: dict[str, Any]) -> dict[str, Any]:
+    schedule = arguments["schedule"]
+    return {**arguments, "schedule": Schedule(**schedule) if isinstance(schedule, dict) else schedule}
+
+
 @pytest.mark.parametrize("place", range(12))
 def test_the_yaml_gives_the_row(table: PlanTable, place: int) -> None:
     row = table.rows[place]
     arguments = yaml.safe_load(yaml_of(table, row))["trainer"]["strategy"]["init_args"]
     assert f"balance: {row.balance}\n" in yaml_of(table, row)
-    strategy = RPCSequentialStrategy(**arguments)
-    tables = strategy._given_settings.programs(row.stages)
-    assert strategy.balance == row.balance and strategy._given_settings.microbatches == row.microbatches
+    strategy = RPCSequentialStrategy(**as_the_command_line_does(arguments))
+    tables = strategy.options.settings.programs(row.stages)
+    assert strategy.balance == row.balance and strategy.options.settings.microbatches == row.microbatches
     assert tables.placement.num_stages == row.stages * row.chunks_per_stage
-    assert strategy._given_settings.schedule == row.schedule
+    assert strategy.options.settings.schedule == row.schedule
 
 
 @pytest.mark.parametrize(
     "given",
     [
-        {"schedule": "auto", "microbatches": "auto", "max_microbatches": 8, "memory_limit_bytes": 10**9},
-        {"schedule": "interleaved", "chunks_per_stage": 2},
+        {"schedule": Schedule("auto", max_microbatches=8, memory_limit_bytes=10**9), "microbatches": "auto"},
+        {"schedule": Schedule("interleaved", chunks=2)},
         {"schedule": "1f1b", "loss_weight": "tokens"},
-        {"pipelined_backward": False},
+        {"schedule": Schedule(pipelined_backward=False)},
     ],
-    ids=lambda given: next(iter(given.values())),
 )
 def test_the_yaml_can_follow_the_configuration_that_was_planned(given: dict[str, Any]) -> None:
     table = planned(Model(), Data(), settings=given, microbatches=2)
     assert ("gpipe" in {row.schedule for row in table.rows}) == ("loss_weight" not in given)
     for row in table.rows:
-        merged = RPCSequentialStrategy(
-            **{**given, **strategy_block(table, row)["init_args"]}
-        )  # as the command line does
-        assert merged._given_settings.schedule == row.schedule and merged.balance == row.balance
-        tables = merged._given_settings.programs(row.stages)
+        merged = RPCSequentialStrategy(**{**given, **as_the_command_line_does(strategy_block(table, row)["init_args"])})
+        assert merged.options.settings.schedule == row.schedule and merged.balance == row.balance
+        tables = merged.options.settings.programs(row.stages)
         assert tables.placement.num_stages == row.stages * row.chunks_per_stage
 
 

@@ -1,7 +1,7 @@
 """``rebalance="auto"``: arguments that are wrong, and a pipeline of one stage."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -9,22 +9,20 @@ from pytorch_lightning.demos.boring_classes import BoringModel
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from strategies import RPCSequentialStrategy
+from strategies import Rebalance, RPCSequentialStrategy, Schedule
 from trainer import Trainer
 
 
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"rebalance": "auot"}, r"rebalance must be 'auto' or None, got 'auot'.*auto"),
-        ({"rebalance_every_n_steps": 5}, r"rebalance_every_n_steps=5 requires rebalance='auto'"),
-        ({"rebalance_threshold": 0.2}, r"rebalance_threshold=0\.2 requires rebalance='auto'"),
-        ({"rebalance": "auto", "rebalance_every_n_steps": 2}, "must be a whole number of at least 3, of which so many"),
-        ({"rebalance": "auto", "rebalance_every_n_steps": True}, "must be a whole number of at least 3"),
-        ({"rebalance": "auto", "rebalance_threshold": 0}, "rebalance_threshold must be between 0 and 1, got 0"),
-        ({"rebalance": "auto", "rebalance_threshold": "1"}, "rebalance_threshold must be between 0 and 1, got '1'"),
+        ({"rebalance": "auot"}, r"rebalance must be 'auto', Rebalance\(...\) or None, got 'auot'.*auto"),
+        ({"rebalance": Rebalance(2)}, "must be a whole number of at least 3, of which so many"),
+        ({"rebalance": Rebalance(True)}, "must be a whole number of at least 3"),
+        ({"rebalance": Rebalance(threshold=0)}, "threshold of rebalance must be between 0 and 1, got 0"),
+        ({"rebalance": Rebalance(threshold=cast(Any, "1"))}, "threshold of rebalance must be between 0 and 1, got '1'"),
         (
-            {"rebalance": "auto", "pipelined_backward": False},
+            {"rebalance": "auto", "schedule": Schedule(pipelined_backward=False)},
             "pipelined_backward=False runs the backward passes of all",
         ),
         ({"rebalance": "auto", "schedule": "auto"}, "schedule='auto' has chosen together with the balance"),
@@ -53,7 +51,7 @@ class Net(BoringModel):
 
 
 def test_one_stage_has_nothing_to_move(tmp_path: Path) -> None:
-    strategy = RPCSequentialStrategy(microbatches=2, rebalance="auto", rebalance_every_n_steps=3)
+    strategy = RPCSequentialStrategy(microbatches=2, rebalance=Rebalance(every_n_steps=3))
     trainer = Trainer(
         accelerator="cpu", devices=1, strategy=strategy, default_root_dir=tmp_path, logger=False, max_steps=4
     )

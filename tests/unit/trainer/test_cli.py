@@ -79,7 +79,7 @@ MISTAKES: dict[str, tuple[Callable[..., list[str]], tuple[str, ...], str]] = {
     "key of the pipeline": (
         option,
         ("--trainer.strategy=rpc_sequential", "--trainer.strategy.init_args.micro_batches=4"),
-        "strategies.rpc_sequential.RPCSequentialStrategy: unknown key 'micro_batches'; did you mean 'microbatches' or",
+        "strategies.rpc_sequential.RPCSequentialStrategy: unknown key 'micro_batches'; did you mean 'microbatches'?",
     ),
     "key of torch's DDP": (
         option,
@@ -146,7 +146,7 @@ MISTAKES: dict[str, tuple[Callable[..., list[str]], tuple[str, ...], str]] = {
     "type within a list": (
         option,
         ("--trainer.strategy=rpc_sequential", "--trainer.strategy.balance=[1,x]"),
-        "strategies.rpc_sequential.RPCSequentialStrategy: balance: expected 'even' or list[int] or null, got [1, 'x']",
+        "strategies.rpc_sequential.RPCSequentialStrategy: balance: expected 'by_size' or 'by_time' or 'even' or list[i",
     ),
     "type of many": (
         option,
@@ -408,7 +408,9 @@ def test_a_plan_and_the_configuration_that_it_gives(
     best = found["rows"][found["best"]]
     arguments = trainer["strategy"]["init_args"]
     assert trainer["devices"] == 2 and arguments["checkpoint"] == "never"
-    for name in ("schedule", "balance", "microbatches", "chunks_per_stage"):
+    expected = {"name": best["schedule"], "chunks": best["chunks_per_stage"]}
+    assert {name: arguments["schedule"][name] for name in expected} == expected
+    for name in ("balance", "microbatches"):
         assert arguments[name] == best[name]
 
     Path("saved.yaml").write_text(saved)

@@ -16,7 +16,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
-from strategies import RPCSequentialStrategy
+from strategies import RPCSequentialStrategy, Schedule
 from strategies.lightning.compat import LightningModule
 from trainer import PipelineMonitor, Trainer
 from trainer.report.run_folder import read_run
@@ -120,7 +120,7 @@ def test_one_stage_and_no_logger(tmp_path: Path, schedule: str) -> None:
 
 
 def test_backward_passes_at_once_are_measured_and_not_predicted(tmp_path: Path) -> None:
-    strategy = RPCSequentialStrategy(microbatches=2, pipelined_backward=False)
+    strategy = RPCSequentialStrategy(microbatches=2, schedule=Schedule(pipelined_backward=False))
     fit(PipelineMonitor(2), tmp_path, strategy, make=pl.Trainer)  # Lightning's own Trainer will do
     (picture,) = (tmp_path / "pipeline").glob("*.svg")
     assert "measured" in picture.read_text() and "predicted" not in picture.read_text()
@@ -200,7 +200,7 @@ def test_steps_are_those_of_lightnings_own_logs(tmp_path: Path, model: type[Net]
 def test_events(tmp_path: Path) -> None:
     begin = time.time()
     saved = pl.callbacks.ModelCheckpoint(tmp_path / "saved", every_n_train_steps=2, save_top_k=-1)
-    strategy = RPCSequentialStrategy([1, 2], microbatches=2, schedule="interleaved", chunks_per_stage=2)
+    strategy = RPCSequentialStrategy([1, 2], microbatches=2, schedule=Schedule("interleaved", chunks=2))
     fit(monitor := PipelineMonitor(), tmp_path, strategy, enable_checkpointing=True, callbacks=[monitor, saved])
     fit(monitor, tmp_path, RPCSequentialStrategy(microbatches=4))
     noted, later = events(tmp_path, "earlier-1"), events(tmp_path)

@@ -46,7 +46,7 @@ def trained(plane: str, schedule: str, stages: int) -> list[Tensor]:
     module = nn.Sequential(*layers).double()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     settings = Settings(
-        microbatches=5, schedule=schedule, chunks_per_stage=SCHEDULES[schedule], data_plane=plane, rpc_timeout_sec=15
+        microbatches=5, schedule=schedule, chunks=SCHEDULES[schedule], data_plane=plane, rpc_timeout_sec=15
     )
     chunks = settings.programs(stages).placement.num_stages
     balance = [len(layers) // chunks + (i < len(layers) % chunks) for i in range(chunks)]

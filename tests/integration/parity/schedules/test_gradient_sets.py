@@ -15,7 +15,7 @@ from pytorch_lightning.callbacks import LambdaCallback
 from torch import Tensor, nn
 
 from strategies import RPCSequentialStrategy
-from strategies.lightning.per_microbatch import num_gradient_sets
+from strategies.lightning.features.per_microbatch import num_gradient_sets
 from strategies.pipeline.partition.memory import Sizes
 
 WIDE = 3584

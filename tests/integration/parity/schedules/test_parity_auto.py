@@ -14,7 +14,7 @@ from test_parity_schedules import UNEVEN, Around
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from strategies import RPCSequentialStrategy
+from strategies import RPCSequentialStrategy, Schedule
 from strategies.pipeline.schedule.planned import PlannedSchedule
 from strategies.pipeline.schedule.tables import v_half
 
@@ -41,16 +41,20 @@ def check_found() -> None:
     strategy = auto()
     outcome = fit(Measured, strategy, 2, train=partial(batches, UNEVEN), max_epochs=1)
     compare(outcome, expected(4, max_epochs=1))
-    found = strategy._planned
+    found = strategy._division._planned
     outcome.trainer.fit(outcome.model, batches(UNEVEN))
-    assert strategy._planned is found and strategy.balance == found.balance  # not measured again
+    assert strategy._division._planned is found and strategy.balance == found.balance  # not measured again
 
 
 def check_resumed(folder: str) -> None:
     """The checkpoint has a schedule that no search finds, which shows that it is used."""
     path = Path(folder) / "last.ckpt"
     first = fit(
-        Measured, auto(microbatches="auto", max_microbatches=4), 2, train=partial(batches, UNEVEN), max_epochs=1
+        Measured,
+        auto(schedule=Schedule("auto", max_microbatches=4), microbatches="auto"),
+        2,
+        train=partial(batches, UNEVEN),
+        max_epochs=1,
     )
     first.trainer.save_checkpoint(path)
     saved = torch.load(path, weights_only=True)
@@ -135,7 +139,7 @@ def refused() -> list[str]:
     ways: list[tuple[Any, int, dict[str, Any]]] = [
         (Manual, 2, {"schedule": "auto"}),
         (Short, 2, {"schedule": "zbv"}),
-        (Short, 2, {"schedule": "interleaved", "chunks_per_stage": 3}),
+        (Short, 2, {"schedule": Schedule("interleaved", chunks=3)}),
         (Short, 4, {"schedule": "auto"}),
     ]
     for make, devices, options in ways:

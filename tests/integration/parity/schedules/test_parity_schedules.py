@@ -131,9 +131,9 @@ def check(
     """Trains under each schedule in one of the given ways; the other half has the other one, if there are two."""
     ways = list(itertools.product(modes, numbers))
     expected = {mode: reference(make, checkpoint=mode, **arguments) for mode in modes}
-    for k, options in enumerate(SEVERAL_CHUNKS_OR_SPLIT.values()):
+    for k, schedule in enumerate(SEVERAL_CHUNKS_OR_SPLIT.values()):
         mode, devices = ways[(k + half) % len(ways)]
-        compare(trained(make, devices, {**options, "checkpoint": mode}, **arguments), expected[mode])
+        compare(trained(make, devices, {"schedule": schedule, "checkpoint": mode}, **arguments), expected[mode])
 
 
 HALVES = pytest.mark.parametrize(
@@ -271,8 +271,8 @@ def check_norms(half: int) -> None:
         train = partial(batches, (8, 8))
         options = {"microbatches": 4, "deferred_batch_norm": deferred}
         expected = fit(Normed, RPCSequentialStrategy(schedule="1f1b", **options), 1, train=train, max_epochs=1)
-        for more in list(SEVERAL_CHUNKS_OR_SPLIT.values())[(deferred + half) % 2 :: 2]:
-            strategy = RPCSequentialStrategy(balance="even", **options, **more)
+        for schedule in list(SEVERAL_CHUNKS_OR_SPLIT.values())[(deferred + half) % 2 :: 2]:
+            strategy = RPCSequentialStrategy(balance="even", schedule=schedule, **options)
             compare(fit(Normed, strategy, 2, train=train, max_epochs=1), expected)
 
 

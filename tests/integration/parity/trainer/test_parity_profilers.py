@@ -101,7 +101,7 @@ class Killing(Callback):
     """Ends a worker when only its trace is still to be fetched."""
 
     def on_train_end(self, trainer: Any, model: Any) -> None:
-        trainer.strategy._pipeline.remotes[0].process.kill()
+        trainer.strategy.pipeline.remotes[0].process.kill()
 
 
 def with_a_worker_that_is_killed() -> str:

@@ -23,7 +23,7 @@ def train_everywhere(precision: str) -> list[Outcome]:
     strategies = [
         (SingleDeviceStrategy("cpu"), 1),
         (RPCSequentialStrategy(balance=[2, 4], microbatches=4), 2),
-        (RPCSequentialStrategy(microbatches=4, checkpoint="always", balance_mode="balance_by_size"), 3),
+        (RPCSequentialStrategy(microbatches=4, checkpoint="always", balance="by_size"), 3),
         ("rpc_sequential", 2),  # with its defaults: 8 micro-batches, though no batch has 8 rows
     ]
     return [

@@ -39,7 +39,7 @@ def deferred() -> dict[str, int]:
     rows = [
         {"stages": 1, "checkpoint": "never"},
         {"stages": 2, "checkpoint": "except_last"},
-        {"stages": 3, "checkpoint": "always", "balance_mode": "balance_by_time"},
+        {"stages": 3, "checkpoint": "always", "balance": "by_time"},
     ]
     return assert_as_in_one_process(Deferred, [{**row, "deferred_batch_norm": True} for row in rows])
 
@@ -53,7 +53,7 @@ def test_deferred_statistics_are_updated_once_a_batch() -> None:
 def each() -> dict[str, int]:
     rows = [
         {"stages": 1, "checkpoint": "never"},
-        {"stages": 2, "checkpoint": "always", "balance_mode": "balance_by_time"},
+        {"stages": 2, "checkpoint": "always", "balance": "by_time"},
         {"stages": 3, "checkpoint": "except_last"},
     ]
     return assert_as_in_one_process(Each, rows)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import l1_loss, mse_loss
 from torch.nn.utils import clip_grad_norm_
 
-from strategies import RPCSequentialStrategy
+from strategies import RPCSequentialStrategy, Schedule
 
 Seen = list[dict[str, Tensor | None]]
 LIMIT = 0.02
@@ -97,7 +97,7 @@ class Sparing(Watching):
 def clipped_by_value() -> tuple[Seen, Seen]:
     outcomes = check_gradients(
         Sparing,
-        strategy={"pipelined_backward": False, "checkpoint": "always"},
+        strategy={"schedule": Schedule(pipelined_backward=False), "checkpoint": "always"},
         train=partial(batches, (8, 7, 6, 8, 2)),
         gradient_clip_val=LIMIT,
         gradient_clip_algorithm="value",

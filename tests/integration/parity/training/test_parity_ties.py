@@ -11,7 +11,7 @@ from pytorch_lightning import Callback
 from torch import Tensor, nn
 from torch.nn.functional import linear, mse_loss
 
-from strategies import RPCSequentialStrategy
+from strategies import RPCSequentialStrategy, Schedule
 
 WIDTH = 6
 
@@ -134,7 +134,11 @@ def rows() -> None:
             assert len({id(p) for p in outcome.model.parameters()}) == len(outcomes[0].parameters)
             same = [name for name, p in outcome.model.named_parameters(remove_duplicate=False) if p is shared]
             assert len(same) >= 2
-    check(TiedWorkers, callbacks=[Saved()], strategy={"checkpoint": "always", "pipelined_backward": False})
+    check(
+        TiedWorkers,
+        callbacks=[Saved()],
+        strategy={"checkpoint": "always", "schedule": Schedule(pipelined_backward=False)},
+    )
     check(Tied, callbacks=[Saved()])
 
 

@@ -61,13 +61,13 @@ class CountActivations(Callback):
         self.before_backward.append(self.count(trainer, model))
 
     def on_train_batch_end(self, trainer: Any, model: Any, *_: Any) -> None:
-        pipeline = getattr(trainer.strategy, "_pipeline", None)
+        pipeline = getattr(trainer.strategy, "pipeline", None)
         for remote in [] if pipeline is None else pipeline.remotes:
             assert "discard" not in [command for command, *_ in remote._queued]
         self.after_step.append(self.count(trainer, model))
 
     def count(self, trainer: Any, model: Any) -> list[int]:
-        pipeline = getattr(trainer.strategy, "_pipeline", None)
+        pipeline = getattr(trainer.strategy, "pipeline", None)
         if pipeline is None:
             layers = [m for m in model.modules() if isinstance(m, Remembers)]
             return [sum(layer.get_extra_state() for layer in layers)]

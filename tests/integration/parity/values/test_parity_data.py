@@ -109,7 +109,7 @@ class CountDescriptions(Callback):
         self.headers = dict(self.counts)
         self.stages = trainer.num_devices
         if self.stages > 1 and trainer.world_size == 1:
-            edges = trainer.strategy._pipeline._running.executor.edges
+            edges = trainer.strategy.pipeline._running.executor.edges
             to, last = edges._senders, len(edges.rank_of) - 1
             channels = {"feed": to["F", 0], "inputs": edges._receivers["F", last], "input_grads": to["B", last]}
             for name, channel in channels.items():

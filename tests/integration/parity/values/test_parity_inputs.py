@@ -146,8 +146,8 @@ def test_skip_connections_between_stages() -> None:
 
 def rows() -> None:
     one_f_one_b = {"schedule": "1f1b"}
-    check(SkipNet, train=data, strategy={**one_f_one_b, "balance": None}, stages=[2])
-    check(SkipNet, train=data, strategy={"checkpoint": "never", "balance": None, "balance_mode": "balance_by_time"})
+    check(SkipNet, train=data, strategy={**one_f_one_b, "balance": "by_size"}, stages=[2])
+    check(SkipNet, train=data, strategy={"checkpoint": "never", "balance": "by_time"})
     check(Given, train=masked, val=masked, strategy={"checkpoint": "always"}, stages=[3], **CLIPPED)
     check(Given, train=masked, strategy={**one_f_one_b, "checkpoint": "always"}, stages=[2])
     check(Given, train=masked, strategy=one_f_one_b, stages=[3])

@@ -35,8 +35,8 @@ Value: TypeAlias = tuple[str, int, int]
 
 SEVERAL_CHUNKS = {
     **{name: CHOICES[name] for name in ("interleaved", "interleaved-3", "zb-h1-2", "zbv", "v-half")},
-    "interleaved-4": {"schedule": "interleaved", "chunks_per_stage": 4},
-    "zb-h1-3": {"schedule": "zb-h1", "chunks_per_stage": 3},
+    "interleaved-4": {"schedule": "interleaved", "chunks": 4},
+    "zb-h1-3": {"schedule": "zb-h1", "chunks": 3},
 }
 """Schedules of processes with several chunks of layers."""
 
@@ -44,7 +44,7 @@ SEVERAL_CHUNKS = {
 def num_chunks(name: str) -> int:
     """Return how many chunks each process has."""
     choice = SEVERAL_CHUNKS[name]
-    return int(choice.get("chunks_per_stage", SCHEDULES[choice["schedule"]].chunks[1]))
+    return int(choice.get("chunks", SCHEDULES[choice["schedule"]].chunks[1]))
 
 
 def posted(program: Program, num_stages: int) -> list[list[DeviceOperation]]:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from strategies.lightning.compat import LightningModule, MisconfigurationException, rank_zero_info, rank_zero_warn
 from strategies.pipeline.executor.per_microbatch import Shares
+from strategies.pipeline.executor.settings import Settings
 
 IGNORED_LABEL = -100
 """The label of what is not a token: torch's default for ``ignore_index``, which Hugging Face models use."""
@@ -151,6 +152,24 @@ def warn_of_ignored_labels(microbatches: Sequence[Any], sizes: Sequence[int]) ->
                 "RPCSequentialStrategy(loss_weight='tokens')."
             )
         return
+
+
+def check_loss_weight(loss_weight: str, settings: Settings) -> None:
+    """Check that ``loss_weight="tokens"`` has an effect.
+
+    Args:
+        loss_weight: The setting.
+        settings: Settings of the pipeline.
+
+    Raises:
+        MisconfigurationException: If ``training_step`` runs once for the whole batch.
+    """
+    if loss_weight == "tokens" and not settings.interleaves:
+        raise MisconfigurationException(
+            f"loss_weight='tokens' weights micro-batches, but under schedule={settings.schedule!r} training_step "
+            "computes one loss for the whole batch, which may be a mean over its tokens. Leave loss_weight out, or use "
+            "schedule='1f1b'."
+        )
 
 
 # Which labels are tokens

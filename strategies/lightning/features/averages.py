@@ -1,26 +1,31 @@
-"""Lightning's callbacks that average weights, under a pipeline: each stage holds the average of its own layers.
+"""Lightning's callbacks that change weights, under a pipeline: each stage holds the averages of its own layers.
 
 The callbacks run unchanged on the driver. Their copy of the model is divided over the stages in the same way as the
-model, and each operation between model and copy (average, swap, copy) runs on the stage that holds both.
+model, and each operation between model and copy (average, swap, copy) runs on the stage that holds both. Pruning is
+refused.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from strategies.lightning.compat import (
     Callback,
     MisconfigurationException,
+    ModelPruning,
     StochasticWeightAveraging,
     TrainerFn,
     WeightAveraging,
     averaged_model,
 )
+from strategies.lightning.features.feature import Feature, PipelineArguments
 from strategies.lightning.hooks import Undo, run_hooks_within
+from strategies.lightning.run import Preparation, Run
 from strategies.pipeline.driver import ModelCopy
 from strategies.pipeline.partition.sequential import Pipelined
 from strategies.pipeline.state.remote_operations import OnStages
@@ -31,6 +36,37 @@ _HOOKS = [
     if name.startswith("on_") and name not in ("on_save_checkpoint", "on_load_checkpoint", "on_exception")
 ]
 """The hooks in which a callback may change weights. A checkpoint gathers the values of every stage in any case."""
+
+
+class WeightAverages(Feature):
+    """Has callbacks that average weights work on the stages."""
+
+    def check(self, prepared: Preparation) -> None:
+        """Check that no callback prunes weights."""
+        if prepared.is_fitting:
+            check_callbacks(prepared.trainer)
+
+    def arguments(self, prepared: Preparation, optimizers: Sequence[Optimizer]) -> PipelineArguments:
+        """Return the copies of the model in which callbacks keep averages."""
+        return {"copies": find_copies(prepared.trainer, prepared.module, prepared.path)}
+
+    def begin(self, run: Run) -> Iterable[Undo]:
+        """Run what the callbacks compute on the stages."""
+        return average_on_stages(run.trainer, run.pipeline.reading_late)
+
+
+def check_callbacks(trainer: Any) -> None:
+    """Check that no callback prunes weights, because it would prune those of the driver's stage only.
+
+    Raises:
+        MisconfigurationException: If a callback does.
+    """
+    for callback in trainer.callbacks:
+        if isinstance(callback, ModelPruning):
+            raise MisconfigurationException(
+                f"RPCSequentialStrategy does not support {type(callback).__name__} yet: it would prune the weights "
+                "of the last stage only. Leave it out."
+            )
 
 
 def find_copies(trainer: Any, module: Pipelined, path: str) -> list[ModelCopy]:

@@ -8,7 +8,7 @@ from pytorch_lightning.callbacks import Callback, GradientAccumulationScheduler,
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from strategies.lightning.per_microbatch import num_gradient_sets
+from strategies.lightning.features.per_microbatch import num_gradient_sets
 
 
 class OwnZeroGrad(SGD):

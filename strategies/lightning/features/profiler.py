@@ -6,9 +6,9 @@ the hosts' clocks, so a viewer shows them aligned.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.profiler import ProfilerAction
@@ -21,7 +21,9 @@ from strategies.lightning.compat import (
     profile_arguments,
     profile_filename,
 )
+from strategies.lightning.features.feature import Feature
 from strategies.lightning.hooks import Undo, around_stop
+from strategies.lightning.run import Preparation, Run
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.driver import Pipeline
 
@@ -29,45 +31,51 @@ _OPTIONS = ("activities", "record_shapes", "profile_memory", "with_stack", "with
 """Arguments of ``torch.profiler.profile`` that apply to every stage."""
 
 
+class ProfilerOnStages(Feature):
+    """Records all stages if the Trainer has a ``PyTorchProfiler``."""
+
+    def prepare(self, prepared: Preparation) -> Iterable[Undo]:
+        """Remove the labels of modules; :class:`ProfiledStages` says why."""
+        if prepared.is_profiled:
+            labels = ModuleLabels(cast(Any, prepared.trainer).profiler, prepared.model)
+            labels.remove()
+            yield labels.allow
+
+    def begin(self, run: Run) -> Iterable[Undo]:
+        """Record the stages until the run ends."""
+        if run.is_profiled:
+            yield ProfiledStages(cast(Any, run.trainer).profiler, run.model, run.pipeline).end
+
+
 class ProfiledStages:
     """Records the stages of a pipeline whenever the Trainer's profiler records.
 
     Lightning labels every module by hooks that refer to the whole model, which can neither be copied nor sent to
-    another process. The constructor removes these labels; :meth:`follow` labels the driver's modules again, and each
-    stage labels its layers itself.
+    another process. So these labels are removed before layers are measured and sent. The driver's modules are labelled
+    again here, and each stage labels its layers itself.
 
     Args:
         profiler: The Trainer's profiler.
-        model: The model, before its layers are measured and sent to workers.
+        model: The model.
+        pipeline: The pipeline, whose workers have started.
     """
 
-    def __init__(self, profiler: PyTorchProfiler, model: nn.Module) -> None:
-        self._profiler, self._labels = profiler, ModuleLabels(profiler, model)
-        self._pipeline: Pipeline | None = None
-        self._undo: Undo | None = None
+    def __init__(self, profiler: PyTorchProfiler, model: nn.Module, pipeline: Pipeline) -> None:
+        self._profiler, self._pipeline = profiler, pipeline
+        self._undo: list[Undo] = []
         self._records, self._action = False, ""
-        self._labels.remove()
-
-    def follow(self, pipeline: Pipeline) -> None:
-        """Start to record the stages; called once the workers have started."""
-        self._pipeline = pipeline
         elsewhere = {pipeline.module, *(module for layers in pipeline.stages[:-1] for module in layers.modules())}
-        self._labels.add(lambda module: module not in elsewhere)
-        if pipeline.remotes and not emits_nvtx(self._profiler):
-            self._undo = around_stop(self._profiler, self._stop)
+        ModuleLabels(profiler, model).add(lambda module: module not in elsewhere)
+        if pipeline.remotes and not emits_nvtx(profiler):
+            self._undo.append(around_stop(profiler, self._stop))
             if self._is_recording():
                 self._start()
 
     def end(self) -> None:
         """Write what is being recorded and stop to follow the profiler; called while the workers still run."""
-        if self._pipeline is None:
-            self._labels.allow()
-            return
-        if self._undo is not None:
-            self._undo()
-            self._undo = None
+        for undo in self._undo:
+            undo()
         self._save()
-        self._pipeline = None
 
     def _stop(self, stop: Callable[[str], None], action_name: str) -> None:
         """Follow the profiler's schedule, which advances when Lightning reports the end of a step."""
@@ -87,7 +95,6 @@ class ProfiledStages:
         return self._current_action() in (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
 
     def _start(self) -> None:
-        assert self._pipeline is not None
         given = profile_arguments(self._profiler)
         for remote in self._pipeline.remotes:
             options = {name: given[name] for name in _OPTIONS if name in given}
@@ -97,7 +104,7 @@ class ProfiledStages:
     def _save(self) -> None:
         """Fetch the traces of the workers and write each into a file."""
         pipeline, profiler = self._pipeline, self._profiler
-        if not self._records or pipeline is None or pipeline.failures.any:
+        if not self._records or pipeline.failures.any:
             return
         self._records = False
         answers = [remote.ask(StageCommands.stop_trace) for remote in pipeline.remotes]

@@ -15,7 +15,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from strategies import RPCSequentialStrategy
-from strategies.lightning.loss_weights import LossWeights, has_own_weights, warn_of_ignored_labels
+from strategies.lightning.features.loss_weights import LossWeights, has_own_weights, warn_of_ignored_labels
 
 LABELS = torch.tensor([[5, -100, 1, 0], [-100, -100, -100, -100], [-100, 2, 3, -100]])
 """Per row 3, 0 and 2 tokens; 2, 0 and 2 after a shift."""

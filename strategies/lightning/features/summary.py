@@ -5,10 +5,10 @@ pass of ``example_input_array``, of which the driver would only see the last sta
 ``meta`` device, layer by layer in this process: tensors have shapes but no values, so it needs no memory, no time and
 no worker. Some models cannot run there, because they read values or because a layer holds tensors that are neither
 parameters nor buffers. A warning then says so, and the summary shows ``?`` for sizes and 0 for FLOPs, as Lightning does
-for a model without an example.
+for a model without an example. A logger that traces the model (``log_graph=True``) is refused.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -20,15 +20,47 @@ from torch.func import functional_call
 from strategies.common.torch_compat import CALL_ATTRIBUTE, tree_map
 from strategies.lightning.compat import (
     LightningModule,
+    MisconfigurationException,
     ModelSummary,
     Summary,
+    TensorBoardLogger,
     Trainer,
     example_batch_of,
     has_own_summary,
+    logs_graph,
     rank_zero_warn,
     summary_depth,
 )
+from strategies.lightning.features.feature import Feature
 from strategies.lightning.hooks import Undo, show_summary
+from strategies.lightning.run import Preparation, Run
+
+
+class SummaryOfStages(Feature):
+    """Shows which layer is on which stage."""
+
+    def check(self, prepared: Preparation) -> None:
+        """Check that no logger traces the model."""
+        if prepared.is_fitting:
+            check_loggers(prepared.trainer)
+
+    def begin(self, run: Run) -> Iterable[Undo]:
+        """Have summary callbacks show the stage of each layer."""
+        return show_stages(run.trainer, run.pipeline.module, run.pipeline.stages)
+
+
+def check_loggers(trainer: Any) -> None:
+    """Check that no logger traces the model, because a trace would contain the driver's stage only.
+
+    Raises:
+        MisconfigurationException: If a logger does.
+    """
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger) and logs_graph(logger):
+            raise MisconfigurationException(
+                f"{type(logger).__name__}(log_graph=True) traces the model in one process, but its layers are in "
+                "several. Leave log_graph out; the model summary shows which layer is where."
+            )
 
 
 def show_stages(trainer: Any, module: nn.Module, stages: Sequence[nn.Sequential]) -> list[Undo]:

@@ -27,15 +27,68 @@ from strategies.lightning.compat import (
     recursive_detach,
     set_forward_cache,
 )
-from strategies.lightning.hooks import Collect, scaler_of
-from strategies.lightning.loss_weights import LossWeights, warn_of_ignored_labels
+from strategies.lightning.features.feature import Feature, MemoryArguments
+from strategies.lightning.features.loss_weights import (
+    LossWeights,
+    check_loss_weight,
+    has_own_weights,
+    warn_of_ignored_labels,
+)
+from strategies.lightning.hooks import Collect, Undo, collect_logs, scaler_of
+from strategies.lightning.options import Options
+from strategies.lightning.run import Preparation, Run
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.per_microbatch import Shares
+from strategies.pipeline.executor.settings import ScheduleChoice, Settings
 from strategies.pipeline.optim.optimizers import clears_as_torch_does
 from strategies.pipeline.stage.layers import PassContext
 from strategies.pipeline.stage.microbatch.split import split_batch
 
 _collector: ContextVar[Collect | None] = ContextVar("collector of what one micro-batch logs", default=None)
+
+
+class StepsPerMicrobatch(Feature):
+    """Runs ``training_step`` once per micro-batch, unless the schedule runs whole batches.
+
+    Args:
+        loss_weight: The option of this name.
+    """
+
+    options = ("loss_weight",)
+
+    def __init__(self, loss_weight: str) -> None:
+        self._loss_weight = loss_weight
+
+    @classmethod
+    def of(cls, options: Options) -> "StepsPerMicrobatch | None":
+        """Return the feature if the schedule runs micro-batches."""
+        check_loss_weight(options.loss_weight, options.settings)
+        return cls(options.loss_weight) if options.settings.interleaves else None
+
+    def check(self, prepared: Preparation) -> None:
+        """Check that optimization is automatic."""
+        if prepared.is_fitting:
+            check_automatic_optimization(prepared.model, prepared.settings.schedule)
+
+    def memory(self, prepared: Preparation, optimizers: Sequence[Optimizer]) -> MemoryArguments:
+        """Return the number of gradients that a parameter has at once."""
+        return {"gradient_sets": num_gradient_sets(prepared.model.trainer, prepared.model, optimizers)}
+
+    def training_step(self, prepared: Preparation, pipeline: Pipeline) -> "TrainingStepPerMicrobatch":
+        """Return what runs ``training_step`` of all micro-batches."""
+        model, ranks, weights = prepared.model, prepared.ranks, None
+        if self._loss_weight == "tokens" or has_own_weights(model):
+
+            def sum_over_replicas(numbers: Sequence[float]) -> list[float]:
+                summed = ranks.reduce(torch.tensor(numbers, dtype=torch.float64), reduce_op="sum")
+                return list(summed.tolist())
+
+            weights = LossWeights(model, sum_over_replicas, ranks.world_size)
+        return TrainingStepPerMicrobatch(model, pipeline, prepared.precision, prepared.settings, weights)
+
+    def begin(self, run: Run) -> Iterable[Undo]:
+        """Collect what micro-batches log."""
+        yield collect_logs(run.model, _collector.get)
 
 
 class TrainingStepPerMicrobatch:
@@ -45,7 +98,7 @@ class TrainingStepPerMicrobatch:
         model: The model. If it has a method ``split_batch(batch, num_microbatches)``, that returns the micro-batches.
         pipeline: The running pipeline.
         precision: Gives the context of ``training_step``, and the loss scale if it has a gradient scaler.
-        microbatches: The largest number of micro-batches.
+        settings: Settings of the pipeline: the largest number of micro-batches.
         loss_weights: Gives the weights of micro-batches, accumulated batches and replicas. By default micro-batches
             count by their rows, and batches and replicas the same, as Lightning has it.
     """
@@ -55,23 +108,24 @@ class TrainingStepPerMicrobatch:
         model: LightningModule,
         pipeline: Pipeline,
         precision: Precision,
-        microbatches: int,
+        settings: Settings,
         loss_weights: LossWeights | None = None,
     ) -> None:
-        self._model, self._pipeline, self._precision, self._microbatches = model, pipeline, precision, microbatches
-        self._scaler, self.loss_weights = scaler_of(precision), loss_weights
+        self._model, self._pipeline, self._precision, self._settings = model, pipeline, precision, settings
+        self._scaler, self._loss_weights = scaler_of(precision), loss_weights
         self._has_checked_labels = loss_weights is not None
 
-    def collector(self) -> Collect | None:
-        """Return what collects the values that are logged now, for ``collect_logs``."""
-        return _collector.get()
+    def share_of_replica(self) -> float | None:
+        """Return the share of this replica in the mean of gradients; ``None`` if all replicas have the same."""
+        return None if self._loss_weights is None else self._loss_weights.share_of_replica()
 
-    def __call__(self, batch: Any, rest: Sequence[Any]) -> Any:
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``training_step`` of all micro-batches, and their backward passes.
 
         Args:
-            batch: The whole batch.
-            rest: The other arguments of ``training_step``, the same for every micro-batch.
+            args: The arguments of ``training_step``: the whole batch, and others that are the same for every
+                micro-batch.
+            kwargs: More of them, by name, in the order of ``training_step``.
 
         Returns:
             The combined output of ``training_step``.
@@ -80,19 +134,26 @@ class TrainingStepPerMicrobatch:
             MisconfigurationException: If the batch cannot be split, if a micro-batch has no valid weight, or if
                 ``training_step`` returns something that Lightning does not accept.
         """
-        parts, sizes = split_for(self._model, batch, self._microbatches)
+        if not self._model.automatic_optimization:  # switched off since the start
+            check_automatic_optimization(self._model, self._settings.schedule)
+        batch, *rest = (*args, *kwargs.values())
+        with self._pipeline.step():
+            return self._run(batch, rest)
+
+    def _run(self, batch: Any, rest: Sequence[Any]) -> Any:
+        parts, sizes = split_for(self._model, batch, self._settings.microbatches)
         if not self._has_checked_labels:  # of the first batch: to count those of each batch would wait for the device
             self._has_checked_labels = True
             warn_of_ignored_labels(parts, sizes)
         weights: Sequence[float] = sizes
         shares: Callable[[], Shares] = Shares
         trainer = self._model.trainer
-        if self.loss_weights is not None:
+        if self._loss_weights is not None:
             if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:  # Lightning clears the gradients then
-                self.loss_weights.begin_step()
-            weights = self.loss_weights.of(parts)
-            shares = partial(self.loss_weights.added, sum(weights), trainer.accumulate_grad_batches)
-        logs = _Logs(weights, self.loss_weights)
+                self._loss_weights.begin_step()
+            weights = self._loss_weights.of(parts)
+            shares = partial(self._loss_weights.added, sum(weights), trainer.accumulate_grad_batches)
+        logs = _Logs(weights, self._loss_weights)
         outputs: list[Mapping[str, Any] | None] = [None] * len(parts)
 
         def step(m: int) -> Tensor | None:
@@ -120,6 +181,19 @@ class TrainingStepPerMicrobatch:
         with context.entered(grad=True):
             logs.log_to(self._model)
         return _combine_outputs(outputs, loss, sizes, weights)
+
+
+def check_automatic_optimization(model: LightningModule, schedule: ScheduleChoice) -> None:
+    """Check that optimization is automatic if the schedule runs ``training_step`` once per micro-batch.
+
+    Raises:
+        MisconfigurationException: If the model steps its optimizers itself.
+    """
+    if schedule != "gpipe" and not model.automatic_optimization:
+        raise MisconfigurationException(
+            f"schedule={schedule!r} runs training_step once per micro-batch, so manual optimization would step after "
+            "each of them. Use schedule='gpipe', or automatic optimization."
+        )
 
 
 def _normalised(weights: Sequence[float], sizes: Sequence[int]) -> list[float]:

@@ -1,11 +1,63 @@
-"""Layers that move to other stages in mid-run: in which runs they can, and how a move is described."""
+"""Layers that move to other stages in mid-run: in which runs they can, how they do, and how a move is described."""
 
+import time
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 import torch
 
-from strategies.lightning.compat import MisconfigurationException
+from strategies.lightning.arguments import as_misconfiguration
+from strategies.lightning.compat import MisconfigurationException, rank_zero_info
+from strategies.lightning.run import Preparation, Run
+from strategies.pipeline.partition.sequential import check_balance
+
+
+def move_layers(run: Run, balance: Sequence[int], why: str) -> bool:
+    """Move layers, with their optimizer states and gradients, so that stages have other numbers of layers.
+
+    Args:
+        run: The run, between two batches; no stage is writing a checkpoint.
+        balance: The number of layers of each chunk.
+        why: The end of the line that says what has moved.
+
+    Returns:
+        Whether layers have moved.
+
+    Raises:
+        MisconfigurationException: If the numbers do not fit the layers, or if a stage would not fit into memory.
+    """
+    pipeline, stage_of, num_stages = run.pipeline, run.stage_of_chunk, run.num_stages
+    with as_misconfiguration():
+        chunks = len(stage_of) // num_stages
+        numbers = check_balance(balance, len(pipeline.module), num_stages, chunks=chunks)
+        before = pipeline.balance
+        if numbers == before:
+            return False
+        run.states.forget()
+        begin = time.perf_counter()
+        pipeline.rebalance(numbers, run.check_memory)
+    seconds = time.perf_counter() - begin
+    rank_zero_info(
+        f"RPCSequentialStrategy: balance {numbers} instead of {before}: {moves(before, numbers, stage_of)} "
+        f"({seconds:.1f} s){why}."
+    )
+    return True
+
+
+def check_can_move(what: str, prepared: Preparation) -> None:
+    """Check that layers can move between the stages of a run.
+
+    Raises:
+        MisconfigurationException: If they cannot.
+    """
+    check_movable(
+        what,
+        replicas=prepared.ranks.world_size,
+        is_external=prepared.ranks.world is not None,
+        devices=prepared.devices,
+        gathers=prepared.gathers,
+        profiles=prepared.is_profiled,
+    )
 
 
 def moves(before: Sequence[int], after: Sequence[int], stage_of: Sequence[int]) -> str:

@@ -1,0 +1,42 @@
+"""Lightning's precision plug-ins: casting, clipping and the gradient scaler reach the gradients of all stages."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch.optim import Optimizer
+
+from strategies.lightning.compat import MisconfigurationException, Precision
+from strategies.lightning.features.feature import Feature, PipelineArguments
+from strategies.lightning.hooks import Undo, follow_precision, operations_over_stages, scaler_of
+from strategies.lightning.run import Preparation, Run
+
+
+class PrecisionOnStages(Feature):
+    """Has the precision plug-in work on all stages."""
+
+    def check(self, prepared: Preparation) -> None:
+        """Check that autocast reaches all stages."""
+        check_mixed_precision(prepared.precision, prepared.devices)
+
+    def arguments(self, prepared: Preparation, optimizers: Sequence[Optimizer]) -> PipelineArguments:
+        """Return whether there is a gradient scaler."""
+        return {"skips_infinite_steps": scaler_of(prepared.precision) is not None}
+
+    def begin(self, run: Run) -> Iterable[Undo]:
+        """Make clipping and unscaling reach all stages."""
+        return follow_precision(run.precision, operations_over_stages(run.pipeline.optimizers))
+
+
+def check_mixed_precision(precision: Precision, devices: Sequence[torch.device]) -> None:
+    """Check that autocast, which is of one kind of device, reaches all stages.
+
+    Raises:
+        MisconfigurationException: If stages are on devices of several kinds, under mixed precision.
+    """
+    kinds = sorted({device.type for device in devices})
+    if len(kinds) > 1 and str(precision.precision).endswith("-mixed"):
+        raise MisconfigurationException(
+            f"precision={precision.precision!r} casts on one kind of device only, but the stages are on "
+            f"{' and '.join(kinds)}, so some of them would compute in full precision. Put all stages on devices of one "
+            "kind, or set precision='bf16-true' or '32-true'."
+        )

@@ -1,0 +1,123 @@
+"""Lost workers are replaced, and steps verified, from snapshots and the driver's log; see ``docs/lost_workers.md``."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.optim import Optimizer
+
+from strategies.launch.rounds import Rounds, shared_store
+from strategies.lightning.arguments import check_whole_number
+from strategies.lightning.compat import MisconfigurationException, rank_zero_warn
+from strategies.lightning.features.feature import Feature, MemoryArguments, PipelineArguments
+from strategies.lightning.launch.replicas import ReplicatedStrategy
+from strategies.lightning.options import Options
+from strategies.lightning.run import Preparation
+from strategies.pipeline.recovery.repairs import RecoverySettings
+from strategies.pipeline.state.snapshots import check_snapshots
+from strategies.pipeline.transport.slots import NUM_SLOTS
+
+
+class LostWorkers(Feature):
+    """Gives the pipeline the settings of recovery.
+
+    Args:
+        settings: How lost workers are replaced and which steps are verified.
+    """
+
+    options = ("max_restarts", "snapshot_every_n_steps", "verify_every_n_steps")
+
+    def __init__(self, settings: RecoverySettings) -> None:
+        self._settings = settings
+
+    @classmethod
+    def of(cls, options: Options) -> "LostWorkers | None":
+        """Return the feature if lost workers are replaced or steps verified."""
+        settings = checked_recovery(options.max_restarts, options.snapshot_every_n_steps, options.verify_every_n_steps)
+        return None if settings is None else cls(settings)
+
+    def check_launch(self, ranks: ReplicatedStrategy) -> None:
+        """Check that the stages are on CPUs of one host."""
+        check_repairs(devices=ranks.parallel_devices or (), num_hosts=ranks.num_nodes)
+
+    def check(self, prepared: Preparation) -> None:
+        """Check that workers can be replaced and steps verified in this run; warn if it has no workers.
+
+        Raises:
+            MisconfigurationException: If the workers record traces.
+        """
+        if prepared.num_stages == 1:
+            rank_zero_warn(
+                "max_restarts and verify_every_n_steps have no effect with a single stage, which the driver itself "
+                "runs, because there is no worker that could be lost or compute wrongly. Set devices to 2 or more."
+            )
+        elif prepared.is_profiled:
+            raise MisconfigurationException(
+                "max_restarts and verify_every_n_steps run steps again, of which PyTorchProfiler would lose or repeat "
+                "the traces. Leave them or the profiler out."
+            )
+
+    def arguments(self, prepared: Preparation, optimizers: Sequence[Optimizer]) -> PipelineArguments:
+        """Return the settings of recovery, and where the drivers of all replicas agree on repairs."""
+        if prepared.num_stages == 1:
+            return {}
+        together = _rounds(prepared) if prepared.ranks.is_distributed else None
+        return {"recovery": self._settings, "together": together}
+
+    def memory(self, prepared: Preparation, optimizers: Sequence[Optimizer]) -> MemoryArguments:
+        """Return the number of snapshots that the host holds."""
+        return {"num_snapshots": NUM_SLOTS if prepared.num_stages > 1 else 0}
+
+
+def _rounds(prepared: Preparation) -> Callable[[], Rounds]:
+    """Return a function that connects to what the drivers of all replicas agree on when they repair a lost worker.
+
+    Raises:
+        ValueError: If the default process group has no TCP store.
+    """
+    ranks, seconds = prepared.ranks, prepared.settings.patience_seconds
+    connect = shared_store(f"relay {ranks.rendezvous}")
+    return lambda: Rounds(connect(), ranks.global_rank, ranks.world_size, seconds)
+
+
+def checked_recovery(
+    max_restarts: int, snapshot_every_n_steps: int, verify_every_n_steps: int
+) -> RecoverySettings | None:
+    """Return how lost workers are repaired and which steps are verified.
+
+    Returns:
+        The settings; ``None`` if lost workers are not repaired and no steps are verified.
+
+    Raises:
+        MisconfigurationException: If a number is wrong, if ``snapshot_every_n_steps`` has no effect, or if this system
+            cannot take snapshots.
+    """
+    check_whole_number("max_restarts", max_restarts, 0)
+    check_whole_number("snapshot_every_n_steps", snapshot_every_n_steps, 1)
+    check_whole_number("verify_every_n_steps", verify_every_n_steps, 0)
+    if snapshot_every_n_steps != 1 and not max_restarts:
+        raise MisconfigurationException(
+            f"snapshot_every_n_steps={snapshot_every_n_steps} has no effect with max_restarts=0, because lost workers "
+            "are not repaired: set max_restarts to 1 or more, or leave snapshot_every_n_steps out."
+        )
+    if not (max_restarts or verify_every_n_steps):
+        return None
+    check_repairs(devices=[], num_hosts=1)
+    return RecoverySettings(max_restarts, snapshot_every_n_steps, verify_every_n_steps)
+
+
+def check_repairs(*, devices: Sequence[torch.device], num_hosts: int) -> None:
+    """Check that lost workers can be repaired, and steps verified, on these devices.
+
+    Args:
+        devices: The devices of the stages.
+        num_hosts: Number of hosts with stages.
+
+    Raises:
+        MisconfigurationException: If they cannot.
+    """
+    try:
+        check_snapshots(devices=devices, num_hosts=num_hosts)
+    except ValueError as error:
+        raise MisconfigurationException(
+            f"max_restarts and verify_every_n_steps repeat computation from snapshots, but {error}"
+        ) from error

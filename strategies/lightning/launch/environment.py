@@ -1,0 +1,155 @@
+"""What started the processes of a run, and whether their number and their order fit the Trainer's arguments."""
+
+from collections.abc import Sequence
+
+import torch
+
+from strategies.lightning.compat import (
+    GPUS_MISSING,
+    ClusterEnvironment,
+    LightningEnvironment,
+    MisconfigurationException,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
+
+
+def check_launch(environment: ClusterEnvironment, num_devices: int, num_nodes: int, num_replicas: int) -> None:
+    """Check that the number of processes agrees with the Trainer's arguments.
+
+    Args:
+        environment: Tells whether processes have been started from outside, and how many.
+        num_devices: Number of devices of each host.
+        num_nodes: Number of hosts.
+        num_replicas: Number of pipelines among which the devices are divided.
+
+    Raises:
+        MisconfigurationException: If it does not, or if the devices cannot be divided evenly.
+    """
+    number = num_devices * num_nodes
+    if is_external(environment):
+        if environment.world_size() != number:
+            raise MisconfigurationException(
+                f"{type(environment).__name__} has started {environment.world_size()} processes, but the Trainer's "
+                f"devices={num_devices} on each of num_nodes={num_nodes} hosts make {number}; set devices to the "
+                "number of processes on each host, and num_nodes to that of hosts."
+            )
+        if ":" in environment.main_address:
+            raise MisconfigurationException(
+                f"MASTER_ADDR is the IPv6 address {environment.main_address}; give an IPv4 address or a host name."
+            )
+    elif num_replicas > 1 and environment.creates_processes_externally and not _is_ours(environment):
+        raise MisconfigurationException(
+            f"data_parallel_size={num_replicas}, but {type(environment).__name__} has started a single process; start "
+            f"all {number} of them."
+        )
+    elif num_nodes > 1:
+        raise MisconfigurationException(
+            f"RPCSequentialStrategy starts processes on its own host only, got num_nodes={num_nodes}. Start the ranks "
+            f"of all hosts with torchrun (--nnodes={num_nodes} --nproc-per-node={num_devices}) or SLURM."
+        )
+    if number % num_replicas:
+        raise MisconfigurationException(
+            f"data_parallel_size={num_replicas} replicas cannot divide {number} devices evenly among them; set "
+            f"devices to {num_replicas} times the number of stages."
+        )
+
+
+def check_visible_gpus(environment: ClusterEnvironment, devices: Sequence[torch.device], num_nodes: int) -> None:
+    """Check that a rank that a launcher has started sees all GPUs of its host.
+
+    The first rank of a host has its first device, the second rank the second one, and so on.
+
+    Args:
+        environment: Tells how many processes have been started.
+        devices: The devices of this host.
+        num_nodes: Number of hosts.
+
+    Raises:
+        MisconfigurationException: If the rank sees only some of them.
+    """
+    indices = [device.index or 0 for device in devices if device.type == "cuda"]
+    if not indices:
+        return
+    num_visible, num_local = torch.cuda.device_count(), environment.world_size() // num_nodes
+    if max(indices) >= num_visible or len(devices) == num_visible < num_local:
+        raise MisconfigurationException(_visible_gpus(num_visible, num_local))
+
+
+def check_numbering(environment: ClusterEnvironment, num_local: int) -> None:
+    """Check that a launcher has numbered the ranks host by host, which tells the stages of a host and their devices.
+
+    Args:
+        environment: Tells the number of this rank in all, and on its host.
+        num_local: Number of ranks of each host.
+
+    Raises:
+        MisconfigurationException: If the ranks are numbered in another way, such as in turn on each host.
+    """
+    rank, local_rank = environment.global_rank(), environment.local_rank()
+    if local_rank != rank % num_local:
+        raise MisconfigurationException(
+            f"{type(environment).__name__} has given the number {local_rank} on its host to rank {rank}, which with "
+            f"{num_local} ranks on each host must have the number {rank % num_local}: ranks 0 to {num_local - 1} "
+            "belong on the first host, the next ones on the second, and so on, or ranks would share a device. Under "
+            "SLURM, use --distribution=block and the same --ntasks-per-node for all hosts."
+        )
+
+
+def explained_gpus(error: MisconfigurationException, num_nodes: int) -> MisconfigurationException:
+    """Return the error of a Trainer that asks for more GPUs than its process sees, with the way out under a launcher.
+
+    Under SLURM, Lightning refuses such devices before it asks the strategy.
+    """
+    if GPUS_MISSING not in str(error):
+        return error
+    launchers = [environment for environment in (TorchElasticEnvironment, SLURMEnvironment) if environment.detect()]
+    num_local = launchers[0]().world_size() // num_nodes if launchers else 1
+    if num_local == 1:
+        return error
+    return MisconfigurationException(f"{error}\n{_visible_gpus(torch.cuda.device_count(), num_local)}")
+
+
+def _visible_gpus(num_visible: int, num_local: int) -> str:
+    return (
+        f"This rank sees {num_visible} GPU{'' if num_visible == 1 else 's'}, but {num_local} ranks of this host need "
+        "one each, and each rank must see those of all: rank r of a host uses cuda:r. Under SLURM, use "
+        f"--gpus-per-node={num_local} (and --gpu-bind=none) instead of --gpus-per-task=1; under torchrun and others, "
+        "set CUDA_VISIBLE_DEVICES to one list for all ranks of a host, or not at all. For stages that share a GPU, "
+        f"leave devices out and set RPCSequentialStrategy(parallel_devices=[torch.device('cuda:0')] * {num_local})."
+    )
+
+
+def is_external(environment: ClusterEnvironment) -> bool:
+    """Return whether several processes have been started from outside, for instance by torchrun."""
+    ours = _is_ours(environment)
+    return not ours and environment.creates_processes_externally and environment.world_size() > 1
+
+
+def _is_ours(environment: ClusterEnvironment) -> bool:
+    """Return whether Lightning starts the processes; a process that it has started looks external otherwise."""
+    return isinstance(environment, LightningEnvironment) and not _counts_ranks_itself(environment)
+
+
+def _counts_ranks_itself(environment: ClusterEnvironment) -> bool:
+    """Return whether an environment is a variant of Lightning's that counts ranks itself, as Ray Train's does."""
+    counts = type(environment).world_size is not LightningEnvironment.world_size
+    return isinstance(environment, LightningEnvironment) and counts
+
+
+def check_environment(environment: ClusterEnvironment) -> None:
+    """Check that the ranks of a pipeline may become workers, where something other than Lightning has started them.
+
+    Args:
+        environment: Tells who has started the ranks.
+
+    Raises:
+        MisconfigurationException: If it is a variant of Lightning's environment that knows of several ranks.
+    """
+    if _counts_ranks_itself(environment) and (number := environment.world_size()) > 1:
+        name = f"{type(environment).__module__}.{type(environment).__qualname__}"
+        raise MisconfigurationException(
+            f"{name} says that {number} ranks have been started, by something other than torchrun, SLURM or MPI; a "
+            'pipeline cannot have them as its workers. Start the ranks with one of these, or use strategy="ddp" or '
+            '"zero", which train in the processes that there are.'
+        )

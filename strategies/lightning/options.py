@@ -1,0 +1,145 @@
+"""The options of a pipeline, as the user gives them: those of one theme in a dataclass, in Python and in YAML alike.
+
+``RPCSequentialStrategy`` documents its arguments; the dataclasses document their fields.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from strategies.common.names import did_you_mean
+from strategies.lightning.arguments import as_misconfiguration
+from strategies.lightning.compat import MisconfigurationException
+from strategies.lightning.search_settings import SearchSettings
+from strategies.pipeline.executor.settings import Settings
+
+BALANCES = ("even", "by_size", "by_time")
+"""The ways to balance stages that have a name."""
+
+DEFAULT_THRESHOLD = 0.1
+"""Moving layers takes a second or more, and predictions are not exact."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """An order of the passes, with its options.
+
+    Args:
+        name: Its name, the path of a table, or a function, as for the strategy's argument ``schedule``.
+        chunks: Number of chunks of consecutive layers in each stage, under ``"interleaved"`` (default: 2) and
+            ``"zb-h1"`` (default: 1). The model needs at least one layer per chunk. Under ``"auto"``, the largest number
+            that may be chosen (default: 2).
+        pipelined_backward: If ``True`` (default), a stage runs the backward passes of the micro-batches one after
+            another, so that stages overlap. If ``False``, it runs them in one call of autograd, after the following
+            stage has finished its backward passes. ``False`` is for ``"gpipe"`` only.
+        max_microbatches: With ``microbatches="auto"``, the largest number that may be chosen. Default: 32.
+        memory_limit_bytes: Under ``"auto"``, what each process may take for activations and for parameters, which count
+            four times, as with Adam and its gradients. They count five times where a run holds two sets of gradients
+            (``docs/decisions/098-two-sets-of-gradients.md``). A fifth is added for what allocators keep. Default: no
+            limit.
+
+    Raises:
+        MisconfigurationException: If ``pipelined_backward`` is neither ``True`` nor ``False``. The strategy checks the
+            rest, together with its other arguments.
+    """
+
+    name: str | Path | Callable[[int, int], Any] = "gpipe"
+    chunks: int | None = None
+    pipelined_backward: bool = True
+    max_microbatches: int | None = None
+    memory_limit_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pipelined_backward, bool):
+            value = self.pipelined_backward
+            raise MisconfigurationException(f"pipelined_backward must be True or False, got {value!r}.")
+
+
+@dataclass(frozen=True)
+class Rebalance:
+    """When layers move to other stages.
+
+    Args:
+        every_n_steps: The number of batches after which layers may move. Default: at the end of each epoch.
+        threshold: The share of the time of the passes that must be saved, as recorded steps predict. Default: 0.1.
+    """
+
+    every_n_steps: int | None = None
+    threshold: float = DEFAULT_THRESHOLD
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of :class:`~strategies.rpc_sequential.RPCSequentialStrategy` but for those of Lightning."""
+
+    balance: list[int] | Literal["even", "by_size", "by_time"]
+    microbatches: int | Literal["auto"]
+    checkpoint: str
+    schedule: Schedule | str | Path | Callable[[int, int], Any]
+    rpc_timeout_sec: float
+    data_plane: str
+    deferred_batch_norm: bool
+    module: str | None
+    loss_weight: Literal["rows", "tokens"]
+    data_parallel_size: int
+    shard_optimizer_states: bool
+    state_dict_type: str
+    async_save: bool
+    max_restarts: int
+    snapshot_every_n_steps: int
+    verify_every_n_steps: int
+    rebalance: Rebalance | Literal["auto"] | None
+    gather_on_end: bool | None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.balance, str) and self.balance not in BALANCES:
+            raise MisconfigurationException(f"Unknown balance {self.balance!r}{did_you_mean(self.balance, BALANCES)}")
+
+    @property
+    def given_balance(self) -> list[int] | Literal["even"] | None:
+        """The number of layers of each chunk, or ``"even"``, as given; ``None`` if layers are to be measured."""
+        if self.balance == "by_size" or self.balance == "by_time":
+            return None
+        return self.balance
+
+    @property
+    def balances_by_time(self) -> bool:
+        """Whether layers are measured in time."""
+        return self.balance == "by_time"
+
+    @property
+    def order(self) -> Schedule:
+        """The schedule with its options."""
+        return self.schedule if isinstance(self.schedule, Schedule) else Schedule(self.schedule)
+
+    @cached_property
+    def search(self) -> SearchSettings:
+        """What ``schedule="auto"`` may choose.
+
+        Raises:
+            MisconfigurationException: If an option is wrong, or makes no sense with the schedule.
+        """
+        with as_misconfiguration():
+            order = self.order
+            return SearchSettings(order.name, self.microbatches, order.max_microbatches, order.memory_limit_bytes)
+
+    @cached_property
+    def settings(self) -> Settings:
+        """Settings of the engine.
+
+        Raises:
+            MisconfigurationException: If an option is wrong.
+        """
+        with as_misconfiguration():
+            return Settings(
+                microbatches=self.search.given_microbatches,
+                checkpoint=self.checkpoint,
+                schedule=self.order.name,
+                chunks=self.order.chunks,
+                pipelined_backward=self.order.pipelined_backward,
+                deferred_batch_norm=self.deferred_batch_norm,
+                rpc_timeout_sec=self.rpc_timeout_sec,
+                data_plane=self.data_plane,
+            )
