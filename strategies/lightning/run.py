@@ -101,7 +101,7 @@ class Run(Preparation):
         check_memory: Raises a ``ValueError`` if a stage does not fit into memory.
         move: Moves layers between two batches, so that chunks have other numbers of layers; also called with the end
             of the line that says what has moved.
-        before_batch: Called before each training batch.
+        before_batch: Called before each training batch; a feature may add to them.
         after_batches: Called when a validation begins, or the last training batch is over.
     """
 
@@ -110,7 +110,7 @@ class Run(Preparation):
     training_step: TrainingStep
     check_memory: Callable[[], None]
     move: Callable[[Sequence[int], str], None]
-    before_batch: Sequence[Callable[["Run"], None]]
+    before_batch: list[Callable[["Run"], None]]
     after_batches: Sequence[Callable[["Run"], None]]
 
     @classmethod

@@ -38,9 +38,15 @@ class BatchNormLayers(Feature):
         self._norms |= batch_norms_of(prepared)
         yield self._norms.clear
 
-    def on_train_batch_start(self, run: Run) -> None:
+    def begin(self, run: Run) -> Iterable[Undo]:
+        """Watch the steps, if there are such layers."""
+        if self._norms:
+            run.before_batch.append(self._warn)
+        return ()
+
+    def _warn(self, run: Run) -> None:
         """Warn before the first step in which a layer normalises micro-batches."""
-        if self._norms and not self._has_warned:
+        if not self._has_warned:
             self._has_warned = warn_of_batch_norm(run.model, self._norms, run.settings)
 
 
