@@ -137,7 +137,7 @@ def test_graphs_are_kept_no_longer_than_needed(seen: dict[str, Any]) -> None:
         ("no name", "ValueError", "'cpu' names no process of RPC; valid names: caller, owner"),
         ("no device", "ValueError", "must be '<workername>/<device>', such as 'ps/cpu', got 'owner/gpu': Expected one"),
         ("no callers", "ValueError", "num_callers must be at least 1, got 0"),
-        ("cannot be pickled", "TypeError", "Linear cannot be sent to owner/cpu.*'_thread.lock'.*give a function that"),
+        ("cannot be pickled", "TypeError", "Linear cannot be sent to owner/cpu.*'_thread.lock'.*pass a function that"),
         ("constructor", "KeyError", "no such table"),
         ("no module", "ValueError", r"Expect `module_cls\(\*args, .* <class nn.Module>.*of <class 'dict'>"),
         ("forward", "ZeroDivisionError", "in the layer"),

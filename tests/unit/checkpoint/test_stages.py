@@ -164,7 +164,7 @@ def test_what_hooks_see_of_other_stages() -> None:
     assert torch.equal(late, weight) and late.norm() == weight.norm() and torch.equal(late.detach()[1], weight[1])
     assert torch.equal(deepcopy(late), weight) and (late.cpu().numpy() == weight.detach().numpy()).all()
     assert torch.equal({**state}["layers.1.running_mean"].half(), two.stage._layers[1].running_mean.half())
-    with pytest.raises(RuntimeError, match=r"`mul_` on 0.weight \[4, 3\] of a checkpoint.*lives on stage 0"):
+    with pytest.raises(RuntimeError, match=r"`mul_` on 0.weight \[4, 3\] of a checkpoint.*is on stage 0"):
         late.mul_(2)
     with torch.no_grad():
         weight.add_(1)

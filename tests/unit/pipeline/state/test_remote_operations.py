@@ -181,7 +181,7 @@ def test_values_end_with_their_stage() -> None:
         kept = spread.modules[0][0].weight.detach().clone()
         assert spread.workers[0].work() == 1 and len(spread.workers[0].held.computed) == 1
         spread.holders[0].end()
-        with pytest.raises(RuntimeError, match="stage 0 has ended, and with it the values that were computed there"):
+        with pytest.raises(RuntimeError, match="stage 0 has ended, so the values that were computed there are lost"):
             kept.mul_(2)
     del kept
     spread.workers[0].work()
