@@ -43,9 +43,9 @@ class DDPStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
     * ``teardown`` unwraps the model.
 
     Args:
-        comm_hook: How gradients are sent: ``"none"`` (default; unchanged), ``"fp16_compress"`` or ``"bf16_compress"``
-            (half the bytes of float32; the second not on gloo), or ``"powersgd"`` (low-rank approximation with error
-            feedback; Vogels et al., arXiv:1905.13727).
+        comm_hook: How gradients are sent. ``"none"`` (default) sends them unchanged. ``"fp16_compress"`` and
+            ``"bf16_compress"`` send half the bytes of float32; the second does not work on gloo. ``"powersgd"`` sends a
+            low-rank approximation with error feedback (Vogels et al., arXiv:1905.13727).
         powersgd_rank: Rank of PowerSGD's approximation, at least 1. Default: 1.
         powersgd_start_step: Number of initial steps, at least 2, in which PowerSGD sends gradients uncompressed.
             Default: 1000.

@@ -125,11 +125,11 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
     training resumes.
 
     Args:
-        balance: Number of layers of each stage, or how to find these numbers: ``"by_size"`` (default; bytes of
-            parameters and activations), ``"by_time"`` (measured time of forward and backward passes), or ``"even"`` for
-            equal numbers. The first two give the exact optimum for the measured costs, with no empty stage. Both
-            measure each layer. They also measure what the driver runs outside the layers (embedding, norm, head,
-            logits; the loss if ``forward`` returns it) and add this to the cost of the last stage. Under
+        balance: Number of layers of each stage, or how to find these numbers. ``"by_size"`` (default) balances the
+            bytes of parameters and activations, ``"by_time"`` the measured time of forward and backward passes, and
+            ``"even"`` gives equal numbers. The first two give the exact optimum for the measured costs, with no empty
+            stage. Both measure each layer. They also measure what the driver runs outside the layers (embedding, norm,
+            head, logits; the loss if ``forward`` returns it) and add this to the cost of the last stage. Under
             ``schedule="gpipe"``, the time of that part does not count, because the stages wait while it runs. Both use
             the model's ``example_input_array``. Without it, a Hugging Face model is measured on an input built from its
             configuration. For any other model without it, only the parameters count, and all layers must have the same
@@ -176,10 +176,11 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         deferred_batch_norm: If ``True``, the running statistics of BatchNorm layers are updated once per batch from all
             of its rows; otherwise once per micro-batch. In both cases BatchNorm normalises each micro-batch with the
             statistics of this micro-batch. Default: ``False``.
-        module: Dotted path of the ``nn.Sequential`` or ``nn.ModuleList`` in the model. ``None`` (default) takes the
-            first of these that exists: ``sequential_module``, the list of blocks of a Hugging Face model, the only
-            ``nn.ModuleList`` with at least one layer per stage, the only such ``nn.Sequential``. The model's own
-            ``forward``, which runs on the driver, calls the blocks of an ``nn.ModuleList``.
+        module: Dotted path of the ``nn.Sequential`` or ``nn.ModuleList`` in the model. ``None`` (default) finds it. The
+            first choice is ``sequential_module``, the second is the list of blocks of a Hugging Face model. The third
+            is the only ``nn.ModuleList`` with at least one layer per stage, and the last is the only such
+            ``nn.Sequential``. The model's own ``forward``, which runs on the driver, calls the blocks of an
+            ``nn.ModuleList``.
         loss_weight: Weight of each micro-batch in losses, gradients and means (logged or returned), where
             ``training_step`` runs once per micro-batch. ``"rows"`` (default) uses its number of rows, for a loss that
             is a mean over rows. Accumulated batches and replicas then all have the same weight, as in Lightning.

@@ -89,9 +89,9 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
             gradients and optimizer states, each by rows (``torch.distributed.fsdp.fully_shard``).
         overlap_with_ddp: If ``True``, the owner of a bucket of parameters steps them as soon as their gradients are
             reduced, and sends the new values while the backward pass continues. Steps wait for the end of the backward
-            pass if gradients are read before the step: by clipping, a gradient scaler, manual optimization, or an
-            overridden hook such as ``on_before_optimizer_step`` or ``optimizer_step``. Not for stage 3. Default:
-            ``False``.
+            pass if gradients are read before the step. Clipping, a gradient scaler, manual optimization, and an
+            overridden hook such as ``on_before_optimizer_step`` or ``optimizer_step`` read them. Not for stage 3.
+            Default: ``False``.
         parameters_as_bucket_view: If ``True``, parameters are views into the buffers that carry new values, which saves
             a copy of the parameters. Not for stage 3. Default: ``False``.
         find_unused_parameters: If ``True``, a backward pass may leave out parameters; otherwise this is an error.

@@ -50,10 +50,10 @@ def find_path(model: nn.Module, given: str | None, num_stages: int, num_chunks: 
 
     Args:
         model: The model.
-        given: The path that the user has given. ``None`` takes the first of these that exists: ``"sequential_module"``,
-            the list of blocks of the classes that a Hugging Face model names in ``_no_split_modules``, the only
-            ``nn.ModuleList`` (or, without any, the only ``nn.Sequential``) with at least one layer per chunk. An
-            ``nn.Sequential`` next to the ``nn.ModuleList`` is a candidate too if it has more parameters.
+        given: The path that the user has given; ``None`` to find it. The first choice is ``"sequential_module"``. The
+            second is the list of blocks of the classes that a Hugging Face model names in ``_no_split_modules``. The
+            third is the only ``nn.ModuleList`` (or, without any, the only ``nn.Sequential``) with at least one layer
+            per chunk. An ``nn.Sequential`` next to the ``nn.ModuleList`` is a candidate too if it has more parameters.
         num_stages: Number of stages.
         num_chunks: Number of chunks of layers in all stages; by default one per stage.
 
@@ -271,7 +271,7 @@ def find_balance(
         path: Its dotted path in the model, for messages.
         num_stages: Number of stages.
         num_chunks: Number of chunks of layers in all stages.
-        given: The number of layers of each chunk; ``"even"`` for equal numbers; ``None`` to measure each layer and the
+        given: The number of layers of each chunk, or ``"even"`` for equal numbers. ``None`` measures each layer and the
             rest of the model, which the process of the last stage runs. Without an input, only the parameters count,
             and the layers must all be alike.
         by_time: Whether seconds are measured, otherwise bytes.
@@ -422,8 +422,8 @@ def _are_alike(layers: Pipelined) -> bool:
 def measuring(model: nn.Module, num_processes: int, precision: Precision) -> Iterator[None]:
     """Context in which a layer computes as in training.
 
-    It computes with the threads that one of ``num_processes`` processes on a host gets, in the precision of the
-    training, without a key-value cache, and with memory that earlier passes have freed.
+    It computes in the precision of the training, without a key-value cache, and with memory that earlier passes have
+    freed. It gets the number of threads of one of ``num_processes`` processes on a host.
     """
     caches = torch.is_autocast_cache_enabled()
     threads = share_of_threads(num_processes)

@@ -4,9 +4,9 @@
     several processes    step of part 0, step of part 1 ──────┴─▶ same parameters, states and hyperparameters?
 
 A part is some of the parameters, or, under ZeRO stage 3, some rows of every parameter. The copies have a few parameters
-of a few elements each, with random values, and get the same gradients. They are compared three times: in the middle of
-the steps, where the several processes continue as from a checkpoint of one process, after the last step, and after an
-infinite gradient. The original is not changed.
+of a few elements each, with random values, and get the same gradients. They are compared in the middle of the steps,
+after the last step, and after an infinite gradient. In the middle, the several processes continue as from a checkpoint
+of one process. The original is not changed.
 """
 
 import inspect

@@ -1,7 +1,7 @@
 """Lightning's callbacks that average weights, under a pipeline: each stage holds the averages of its layers.
 
-The callbacks run unchanged on the driver. Their copy of the model is split into stages in the same way as the model,
-and each operation between model and copy (average, swap, copy) runs on the stage that holds both. Callbacks that prune
+The callbacks run unchanged on the driver. Their copy of the model is split into stages in the same way as the model.
+Each operation between model and copy (average, swap, copy) runs on the stage that holds both. Callbacks that prune
 weights are refused.
 """
 

@@ -1,8 +1,8 @@
 """Replaces lost workers on a separate thread, so that the driver's other code does not notice.
 
-main thread    step ──── waits for stage 1 ·····························▶ goes on
+main thread    step ──── waits for stage 1 ···············································▶ continues
 workers        ✗ stage 1
-this thread      └▶ ends the others ─ new workers, from the snapshot ─ the log once more ─┘
+this thread      └▶ ends all workers ─ new workers, from the snapshot ─ the log again ────┘
 """
 
 import threading
