@@ -1,4 +1,4 @@
-"""Cost of a micro-batch besides its computation: Relay under Lightning's Trainer and torch's same schedules, in turns.
+"""Overhead of a micro-batch: Relay under Lightning's Trainer and the same schedules of torch, alternating.
 
 The layers are so small that a step of many micro-batches is only overhead. Every contestant has two processes with one
 thread each. A turn is a number of consecutive steps, and ends when all processes have finished them. At the end of a

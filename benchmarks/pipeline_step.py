@@ -1,4 +1,4 @@
-"""Time of a training step on two cores: Relay, ``torch.distributed.pipelining``, torchgpipe and one process, in turns.
+"""Time of a training step on two cores: Relay, ``torch.distributed.pipelining``, torchgpipe, one process, alternating.
 
 Every contestant has its own processes with one thread each, and works only during its turn. A step is a batch from a
 loader, forward and backward passes of all micro-batches, and AdamW.
@@ -100,7 +100,7 @@ def bubble_of(name: str, microbatches: int) -> float | None:
 
 
 class Contest:
-    """Runs the contestants in turns and collects their results."""
+    """Runs the contestants alternately and collects their results."""
 
     def __init__(
         self,

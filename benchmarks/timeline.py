@@ -1,8 +1,8 @@
 """Timeline of one step: measured spans of each stage, their bubble, and a Gantt chart.
 
 A stage of Relay reports its current action to ``Stage.note``. A :class:`RecordingLayer`, shipped with the stage,
-replaces this method of the class when it first runs in a process, in that process only. Times are those of the
-system's monotonic clock, which all processes of a machine share.
+replaces this method of the class when it first runs in a process, in that process only. Times come from the system's
+monotonic clock, which all processes of a machine share.
 """
 
 import re

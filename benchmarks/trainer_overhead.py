@@ -1,4 +1,4 @@
-"""Cost of a step besides the model's own work: a bare loop, Lightning's Trainer and Relay's Trainer, in turns.
+"""Overhead of a step beyond the model's own work: a bare loop, Lightning's Trainer and Relay's Trainer, alternating.
 
 Every contestant records the start time of each training step. The time of a step is the difference to the next start.
 It is CPU time of the thread, so waiting for a core does not count. A separate fit counts the Python functions that a

@@ -464,7 +464,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         check_memory(placement, optimizers, communicators=pipeline.num_communicators, **arguments)
 
     def _training_step_of(self, prepared: Preparation, pipeline: Pipeline) -> TrainingStep:
-        """Return the object that runs ``training_step``: the one of a feature, or Lightning's for the whole batch."""
+        """Return the object that runs ``training_step``: that of a feature, or Lightning's method for whole batches."""
         for feature in self.features:
             if (step := feature.training_step(prepared, pipeline)) is not None:
                 return step
@@ -699,8 +699,8 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         return checkpoint
 
     def _load_sharded(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
-        # The driver reads the weights, except those of layers that have not been built, which other processes may get.
-        # Each stage reads its optimizer states in load_optimizer_state_dict, when it has its layers.
+        # The driver reads the weights, except weights of layers that have not been built, because another process may
+        # get these layers. Each stage reads its optimizer states in load_optimizer_state_dict, when it has its layers.
         if self._has_tensors_to_build():
             assert self.lightning_module is not None
             checkpoint, self._shards = self._construction.load_sharded(self.lightning_module, path, weights_only)

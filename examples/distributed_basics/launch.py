@@ -48,7 +48,7 @@ def _run(rank: int, program: Callable[..., None], num_processes: int, folder: st
     dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=num_processes)
     os.environ["RENDEZVOUS_FOLDER"] = folder
     program(rank, num_processes, *args)
-    dist.barrier()  # no process ends while another one may still need it
+    dist.barrier()  # no process ends while another process may still need it
     dist.destroy_process_group()
 
 

@@ -237,7 +237,7 @@ def copy_of(model: LightningModule) -> LightningModule:
 
 @contextmanager
 def attached(trainer: Trainer, model: LightningModule, data: Any = None) -> Iterator[None]:
-    """Context in which a model and its data are attached to a Trainer as at the start of ``fit``, without loggers.
+    """Context that attaches a model and its data to a Trainer as at the start of ``fit``; loggers do nothing in it.
 
     ``self.trainer`` then works in the model, with ``self.trainer.estimated_stepping_batches``. On exit, the Trainer
     gets its earlier state back.

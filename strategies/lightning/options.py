@@ -72,7 +72,7 @@ class Rebalance:
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of :class:`~strategies.rpc_sequential.RPCSequentialStrategy`, except those of Lightning."""
+    """The arguments of :class:`~strategies.rpc_sequential.RPCSequentialStrategy`, except Lightning's arguments."""
 
     balance: list[int] | Literal["even", "by_size", "by_time"]
     microbatches: int | Literal["auto"]

@@ -114,7 +114,7 @@ def _announce(model: nn.Module, path: str, smaller: Sequence[str] = ()) -> None:
 
 
 def _outermost(model: nn.Module, kind: type[Pipelined], num_layers: int) -> list[str]:
-    """Return the paths of modules of a class with enough layers, except those inside another one."""
+    """Return the paths of modules of a class with enough layers, except modules inside another such module."""
     found: list[str] = []
     for path, module in model.named_modules():
         is_inside = any(path.startswith(f"{outer}.") for outer in found)
@@ -277,7 +277,7 @@ def find_balance(
         by_time: Whether seconds are measured, otherwise bytes.
         settings: Micro-batches, schedule and recomputation.
         device: Where a copy of one layer at a time is measured.
-        precision: The precision of the training; by default that of the tensors.
+        precision: The precision of the training; by default, the precision of the tensors.
         in_reverse: Whether the first stage has the last layers.
         num_processes: Number of processes on a host, of all replicas; by default one for each stage.
 

@@ -75,7 +75,7 @@ class Certificate:
 
     @property
     def is_right(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether the verdict is not ``"wrong"``."""
         return self.verdict != WRONG
 
 
@@ -415,7 +415,7 @@ def _of_parameters(
 
 
 def _late_rate(reference: RunRecord, step: int) -> float | None:
-    """Return the learning rate of the previous step, relative to that of this step, if it has changed."""
+    """Return the ratio of the previous step's learning rate to this step's, if the rate has changed."""
     if step == 0:
         return None
     now, before = (reference.steps[i].hyperparameters for i in (step, step - 1))

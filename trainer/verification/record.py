@@ -61,7 +61,7 @@ class RunRecord:
         draws: For each random generator, the modules that draw from it in ``training_step``.
         norm_layers: Names of BatchNorm layers that are in training mode.
         narrowest: The least precise floating-point type in which ``training_step`` computes.
-        keeps_first_buffers: Whether buffers differ between the ranks, so that only those of the first rank count.
+        keeps_first_buffers: Whether buffers differ between the ranks, so that only buffers of the first rank count.
         facts: Further facts for messages, such as the balance.
         notes: What was left out.
     """

@@ -77,7 +77,7 @@ def check_deferred_batch_norm(settings: Settings, norms: Mapping[str, BatchNorm]
 
 
 def warn_of_batch_norm(model: LightningModule, norms: Mapping[str, BatchNorm], settings: Settings) -> bool:
-    """Warn if a BatchNorm layer normalises with the statistics of each micro-batch instead of those of the batch.
+    """Warn if a BatchNorm layer normalises with the statistics of each micro-batch instead of the whole batch.
 
     A BatchNorm layer in evaluation mode normalises with its running statistics, as in one process.
 

@@ -78,7 +78,7 @@ class Feature:
         return ()
 
     def arguments(self, prepared: Preparation, optimizers: Sequence[Optimizer]) -> PipelineArguments:
-        """Return arguments of the pipeline. ``optimizers`` are those of the user, if the run trains."""
+        """Return arguments of the pipeline. ``optimizers`` holds the user's optimizers if the run trains."""
         return {}
 
     def memory(self, prepared: Preparation, optimizers: Sequence[Optimizer]) -> MemoryArguments:

@@ -228,7 +228,8 @@ def _shifting_model(model: nn.Module) -> str | None:
 
 def _models_with_a_loss(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the outermost Hugging Face models in ``module`` that compute a loss from labels."""
-    # Wrappers such as those of peft forward reads of these attributes, so only an object's own and its class's count.
+    # Wrappers, such as peft's, pass attribute reads on to the wrapped model. So this reads the attributes of the object
+    # itself and of its class.
     has_loss = "loss_type" in vars(module) and hasattr(type(module), "loss_function")
     if has_loss and "labels" in inspect.signature(module.forward).parameters:
         yield module

@@ -200,8 +200,8 @@ def check_automatic_optimization(model: LightningModule, schedule: ScheduleChoic
 def _normalised(weights: Sequence[float], sizes: Sequence[int]) -> list[float]:
     """Return the share of each micro-batch in the loss of the batch.
 
-    If all weights are zero, the share is that of its rows. A loss of NaN then stays NaN, and a loss that the model
-    replaces by a number stays this number, as in one process.
+    If all weights are zero, micro-batches are weighted by rows. As in one process, the loss is then NaN if the model
+    returns NaN; otherwise it is the mean of the numbers that the model returns.
     """
     for known in (weights, sizes, [1.0] * len(weights)):
         if total := sum(known):

@@ -97,7 +97,7 @@ def check_numbering(environment: ClusterEnvironment, num_local: int) -> None:
 
 
 def explained_gpus(error: MisconfigurationException, num_nodes: int) -> MisconfigurationException:
-    """Add advice for a launcher to the error of a Trainer that asks for more GPUs than its process sees.
+    """Return the error of a Trainer that asks for more GPUs than its process sees, with advice if a launcher is used.
 
     Under SLURM, Lightning refuses such devices before it calls the strategy.
     """

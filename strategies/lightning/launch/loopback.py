@@ -83,7 +83,7 @@ class LoopbackEnvironment(LightningEnvironment):
         self._connected.set()
 
     def teardown(self) -> None:
-        """Restore the environment variables; ranks that have not connected may do so in the next run."""
+        """Restore the environment variables; ranks that have not connected may connect in the next run."""
         if self.local_rank() == 0:
             os.environ.pop(PARENT, None)  # the other ranks have inherited it
         if self._listener is not None:

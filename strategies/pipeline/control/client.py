@@ -478,7 +478,7 @@ class Answer(Generic[R]):
 
 
 class Reply(Generic[R]):
-    """The result of a function that runs beside the commands of a stage.
+    """The result of a function that runs at the same time as commands of a stage.
 
     Args:
         stage: The stage.

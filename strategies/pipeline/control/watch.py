@@ -1,4 +1,4 @@
-"""Detects a stage that hangs, and tells it from stages that only wait for it.
+"""Detects a stage that hangs, and distinguishes it from stages that only wait for it.
 
 A stage is alive while its counter of actions increases, its process computes (a long layer, an import, a compilation),
 or its Python stack changes. Otherwise it hangs, unless it waits for a neighbour or for the driver.

@@ -60,7 +60,7 @@ class Repairs:
         kill: Kills all workers.
         replace: Starts new workers and repeats the log. Its arguments are the failures of the next session, and a
             message that says which worker was lost. It returns the number of repeated operations.
-        done: The repairs so far, including those of earlier pipelines of the run. Each repair adds an entry.
+        done: The repairs so far, including repairs of earlier pipelines of the run. Each repair adds an entry.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """The drivers of several replicas, which replace their workers together.
 
-    driver 0   ✗ a worker is lost ── announces ─────────── agrees ── new workers, the log once more
+    driver 0   ✗ a worker is lost ── announces ─────────── agrees ── new workers, the log again
                                         │                    │
-    driver 1                       hears of it ─ ends its ── agrees ── new workers, the log once more
+    driver 1                       hears of it ─ ends its ── agrees ── new workers, the log again
                                                  workers
 
 The replicas of a stage are connected to each other, so a worker cannot continue when the worker of another replica is
