@@ -141,9 +141,9 @@ def find_module(
         needs_values: Whether parameters without values that it cannot build are an error.
 
     Raises:
-        MisconfigurationException: If there is no ``nn.Sequential`` or ``nn.ModuleList`` at the path, if its parameters
-            have no shapes or no values, if a block is in the list twice or cannot be called, or if the skip connections
-            between layers do not match.
+        MisconfigurationException: If there is no ``nn.Sequential`` or ``nn.ModuleList`` at the path, or if its
+            parameters have no shapes or no values. Also if a block is in the list twice or cannot be called, or if the
+            skip connections between layers do not match.
     """
     kind = type(model).__name__
     try:

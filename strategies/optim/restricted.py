@@ -1,4 +1,4 @@
-"""The user's optimizer, restricted to the parameters that one process owns, and the states of these parameters.
+"""The user's optimizer, restricted to the parameters of one process, and the states of these parameters.
 
 ``configure_optimizers`` runs once, on the whole model. Parameters are numbered over all groups, as in
 ``Optimizer.state_dict()``.

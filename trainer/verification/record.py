@@ -97,7 +97,7 @@ def merged(records: Sequence[RunRecord], accumulated: int = 1) -> RunRecord:
     """Return the record of a run, given the records of its ranks.
 
     Args:
-        records: One record per rank; a gradient that one rank does not have comes from another rank.
+        records: One record per rank; a gradient that is missing on a rank comes from another rank.
         accumulated: Number of batches that each rank accumulates for a step.
     """
     first, *others = records

@@ -39,7 +39,7 @@ class BatchNormLayers(Feature):
         yield self._norms.clear
 
     def begin(self, run: Run) -> Iterable[Undo]:
-        """Check each step, if there are BatchNorm layers."""
+        """Call the check before each batch, if there are BatchNorm layers."""
         if self._norms:
             run.before_batch.append(self._warn)
         return ()
