@@ -1,7 +1,8 @@
 """Runs all benchmarks or the named ones: ``python -m benchmarks [--rounds N] [pipeline_step ...]``.
 
-Each benchmark runs in its own process with a time limit. The report names a benchmark that fails or hangs, and the
-others still run. The report is written after each benchmark, so an interrupted run keeps the results so far.
+Each benchmark runs in its own process with a time limit. If a benchmark fails or hangs, the report says so, and the
+remaining benchmarks still run. The report is written after each benchmark, so an interrupted run keeps the results so
+far.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Quality of the balance: Relay, torchgpipe's algorithm and the exact optimum; predicted and measured stages.
 
-The optimum comes from a search that shares no code with Relay: it finds the smallest possible sum such that filling
-stages from the left, up to that sum, needs no more than the given number of stages.
+The optimum comes from a search that shares no code with Relay. The search fills stages from the left up to a limit, and
+finds the smallest limit that needs no more than the given number of stages.
 """
 
 import itertools
@@ -30,13 +30,13 @@ VECTORS, MICROBATCHES, STEPS, STAGES = 2000, 4, 4, 2
 
 
 def maximum(costs: list[float], lengths: list[int]) -> float:
-    """Returns the cost of the most expensive part."""
+    """Return the cost of the most expensive part."""
     bounds = [sum(lengths[:k]) for k in range(len(lengths) + 1)]
     return max(sum(costs[a:b]) for a, b in itertools.pairwise(bounds))
 
 
 def optimum(costs: list[float], parts: int) -> float:
-    """Returns the smallest maximum of all splits into consecutive, non-empty parts."""
+    """Return the smallest maximum of all splits into consecutive, non-empty parts."""
     sums = sorted({sum(costs[a:b]) for a in range(len(costs)) for b in range(a + 1, len(costs) + 1)})
     low, high = 0, len(sums) - 1
     while low < high:
@@ -60,7 +60,7 @@ def _num_parts(costs: list[float], limit: float) -> int:
 
 
 def random_vectors(number: int) -> list[tuple[list[float], int]]:
-    """Returns integer costs, so that sums are exact, and a number of parts for each."""
+    """Return integer costs, so that sums are exact, and a number of parts for each."""
     generator = random.Random(0)
     found = []
     for _ in range(number):
@@ -71,7 +71,7 @@ def random_vectors(number: int) -> list[tuple[list[float], int]]:
 
 
 def vectors_table(number: int) -> tuple[Table, dict[str, list[float]]]:
-    """Compares the algorithms on random costs."""
+    """Compare the algorithms on random costs."""
     vectors = random_vectors(number)
     best = [optimum(costs, parts) for costs, parts in vectors]
     rows, found = [], {}
@@ -88,7 +88,7 @@ def vectors_table(number: int) -> tuple[Table, dict[str, list[float]]]:
 
 
 def same_as_the_library(number: int) -> str:
-    """Says whether the reimplementation splits like the installed torchgpipe."""
+    """Return a sentence that states whether the reimplementation splits like the installed torchgpipe."""
     from torchgpipe.balance.blockpartition import solve
 
     vectors = random_vectors(number)
@@ -97,7 +97,7 @@ def same_as_the_library(number: int) -> str:
 
 
 def convolutions() -> nn.Sequential:
-    """A VGG-like model: early layers take time, late layers have many parameters."""
+    """Return a VGG-like model: early layers take time, late layers have many parameters."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     channels = 3
@@ -110,7 +110,7 @@ def convolutions() -> nn.Sequential:
 
 
 def models(*, tiny: bool) -> dict[str, tuple[nn.Sequential, Tensor]]:
-    """Returns three models, each with a micro-batch."""
+    """Return three models, each with a micro-batch."""
     width, rows = (64, 2) if tiny else (256, 8)
     wide = 4 * width
     narrowing = [nn.Linear(wide // 2**k, wide // 2 ** (k + 1)) for k in range(4)]
@@ -125,7 +125,7 @@ def models(*, tiny: bool) -> dict[str, tuple[nn.Sequential, Tensor]]:
 
 
 def measured_stages(model: nn.Sequential, balance: list[int], sample: Tensor, steps: int) -> list[float]:
-    """Returns the median milliseconds of forward plus backward pass of a micro-batch on each stage of a pipeline."""
+    """Return the median milliseconds of forward plus backward pass of a micro-batch on each stage of a pipeline."""
     stages = cut(model, balance)
     listeners = [RecordingLayer() for _ in stages]
     whole = nn.Sequential(*(layer for own, stage in zip(listeners, stages, strict=True) for layer in (own, *stage)))
@@ -151,7 +151,7 @@ def measured_stages(model: nn.Sequential, balance: list[int], sample: Tensor, st
 
 
 def models_table(*, tiny: bool, steps: int) -> Table:
-    """Balances each model in several ways and measures the stages."""
+    """Balance each model in several ways and measure the stages."""
     rows = []
     for name, (model, sample) in models(tiny=tiny).items():
         seconds = layer_seconds(model, sample, timeout_seconds=0.2 if tiny else 1.0, device=None)

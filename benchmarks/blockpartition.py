@@ -1,9 +1,10 @@
 """The balancing algorithm that torchgpipe publishes. For comparison only: Relay does not use it.
 
-Bárány and Grinberg, "Block partitions of sequences" (2013, https://arxiv.org/abs/1308.2452) show that every sequence of
-numbers of at most 1 has a partition into k blocks whose sums differ by at most 1. Their algorithm: while the largest
-block exceeds the smallest by more than 1, the smallest block gets an element of its neighbour on the side of the
-largest. torchgpipe first scales the costs to 0..1 and starts from blocks of equal length.
+The algorithm is from Bárány and Grinberg, "Block partitions of sequences" (2013, https://arxiv.org/abs/1308.2452). They
+show that every sequence of numbers of at most 1 has a partition into k blocks whose sums differ by at most 1. In each
+step of the algorithm, the smallest block gets an element of its neighbour on the side of the largest block. The steps
+end when the largest block exceeds the smallest block by at most 1. torchgpipe first scales the costs to 0..1 and starts
+from blocks of equal length.
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from itertools import pairwise
 
 
 def block_partition(costs: Sequence[float], blocks: int) -> list[int]:
-    """Returns the length of each block; some blocks may be empty.
+    """Return the length of each block; some blocks may be empty.
 
     Args:
         costs: The cost of each layer.

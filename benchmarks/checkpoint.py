@@ -1,7 +1,7 @@
 """Time and memory of saving a pipeline of two stages, compared with ``torch.save`` of the same state by one process.
 
-The modes of saving take turns between the steps of one training run, so that all of them see the same load. Measured
-are the pause of training, the time until the checkpoint is on the disk, and the growth of each process.
+The modes of saving alternate between the steps of one training run, so that all of them run under the same load. The
+benchmark measures the pause of training, the time until the checkpoint is on the disk, and the growth of each process.
 """
 
 import ctypes
@@ -59,7 +59,7 @@ def memory_mib(pid: int, kind: str) -> float:
 
 
 class Saving(Callback):
-    """Saves in another mode every few steps."""
+    """Saves every few steps, each time in the next mode."""
 
     def __init__(self, strategy: Any, folder: Path) -> None:
         self.strategy, self.path = strategy, folder / "a.ckpt"

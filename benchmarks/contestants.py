@@ -1,7 +1,7 @@
 """The contestants of the pipeline benchmark, all with the same model, loader and optimizer.
 
-Each class runs in the processes of one contestant. ``prepare(microbatches)`` resets the weights and the data,
-``step()`` runs one training step and returns the loss if this process knows it, ``trace()`` returns the spans of one
+Each class runs in the processes of one contestant. ``prepare(microbatches)`` resets the weights and the data.
+``step()`` runs one training step and returns the loss if this process knows it. ``trace()`` returns the spans of one
 step, and ``close()`` ends the contestant.
 """
 
@@ -46,17 +46,17 @@ class Shape:
     vocabulary: int = VOCABULARY
 
     def layers(self) -> nn.Sequential:
-        """Returns the model with the same weights at each call."""
+        """Return the model with the same weights at each call."""
         return gpt_layers(self.num_blocks, self.width, self.length, self.vocabulary)
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """Returns the mean loss over all tokens."""
+    """Return the mean loss over all tokens."""
     return cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def endless(shape: Shape) -> Iterator[list[Tensor]]:
-    """Yields batches of tokens and targets from an ordinary loader, the same for every contestant."""
+    """Yield batches of tokens and targets from an ordinary loader, the same for every contestant."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(shape.vocabulary, (8 * shape.rows, shape.length + 1), generator=generator)
     loader = DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=shape.rows)
@@ -119,7 +119,7 @@ class WithLoss(nn.Module):
 
 
 class Measurer(OneProcess):
-    """Measures what the actions of a schedule cost, as ``schedule="auto"`` does."""
+    """Measures the costs of the actions of a schedule, as ``schedule="auto"`` does."""
 
     def costs(self, microbatches: int) -> Any:
         model = WithLoss(self.shape)
@@ -130,7 +130,8 @@ class Measurer(OneProcess):
 class Relay:
     """Relay: the driver of a pipeline, which starts its workers.
 
-    With ``schedule="auto"``, schedule and balance are found before, and with ``finds_microbatches`` their number too.
+    With ``schedule="auto"``, a search finds schedule and balance first; with ``finds_microbatches``, it also finds the
+    number of micro-batches.
     """
 
     def __init__(self, number: int, shape: Shape, schedule: str, finds_microbatches: bool = False) -> None:
@@ -139,13 +140,13 @@ class Relay:
         self.own_choice: tuple[Settings, list[int]] | None = None
 
     def prepare(self, microbatches: int) -> str:
-        """Starts the pipeline; returns the schedule and the balance."""
+        """Start the pipeline; return the schedule and the balance."""
         self.close()
         self.settings = Settings(microbatches=microbatches, checkpoint="never", schedule=self.schedule)
         balance: list[int] | None = None
         if self.schedule == "auto":
             self.settings, balance = self.own_choice or self.found(microbatches)
-            if self.finds_microbatches:  # it ignores the given number, so it need not be found again, which takes long
+            if self.finds_microbatches:  # the choice does not depend on the given number, and a search takes long
                 self.own_choice = self.settings, balance
         self.batches = endless(self.shape)
         self.rank_of = self.settings.programs(PROCESSES).rank_of
@@ -154,7 +155,7 @@ class Relay:
         return f"{self.settings.microbatches} micro-batches, balance {self.balance}"
 
     def found(self, microbatches: int) -> tuple[Settings, list[int]]:
-        # These import Lightning, which takes other contestants a second.
+        # These modules import Lightning. The import takes a second, which the other contestants need not spend.
         from strategies.lightning.search_settings import SearchSettings, with_schedule
         from strategies.planning import automatic
 
@@ -171,7 +172,7 @@ class Relay:
         return with_schedule(self.settings, planned), planned.balance
 
     def plan(self) -> tuple[ActionTable, list[int]]:
-        """Returns the table and the balance."""
+        """Return the table and the balance."""
         schedule, number = self.settings.schedule, self.settings.microbatches
         if isinstance(schedule, str):
             named = SCHEDULES[schedule]
@@ -193,7 +194,7 @@ class Relay:
         return loss
 
     def passes(self) -> float:
-        """Runs the forward and backward passes of a step; returns the loss."""
+        """Run the forward and backward passes of a step; return the loss."""
         assert self.pipeline is not None
         tokens, targets = next(self.batches)
         self.optimizer.zero_grad()
@@ -204,7 +205,7 @@ class Relay:
         return loss.item()
 
     def timed_passes(self) -> float:
-        """Returns the seconds of the passes of a step until all stages have finished."""
+        """Return the seconds of the passes of a step until all stages have finished."""
         assert self.pipeline is not None
         self.pipeline.wait()
         began = perf_counter()
@@ -225,7 +226,7 @@ class Relay:
         return loss_of(self.model(x), y)
 
     def trace(self) -> list[Span]:
-        """Returns the spans of the third step of a pipeline with recording layers; these steps are not timed."""
+        """Return the spans of the third step of a pipeline with recording layers; these steps are not timed."""
         self.close()
         chunks = cut(self.shape.layers(), self.balance)
         listeners = [RecordingLayer() for _ in chunks]
@@ -250,7 +251,7 @@ class Relay:
 
 @dataclass(frozen=True)
 class Placement:
-    """The stages of each process: ``LOOP`` 0 2 | 1 3, ``V`` 0 3 | 1 2, and with one stage each ``LINE`` 0 | 1."""
+    """The stages of each process: ``LOOP`` 0 2 | 1 3, ``V`` 0 3 | 1 2, or with one stage per process ``LINE`` 0 | 1."""
 
     stages_of: tuple[tuple[int, ...], ...]
 
@@ -298,7 +299,7 @@ class TorchPipelining:
         return sum(loss.item() for loss in losses) / len(losses) if last else None
 
     def trace(self) -> list[Span]:
-        """Returns the spans of one step: times the methods that compute, which run when their input has arrived."""
+        """Return the spans of one step: of the methods that compute, which run when their input has arrived."""
         spans: list[Span] = []
         for stage in self.stages:
             for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
@@ -314,7 +315,7 @@ class TorchPipelining:
 
 
 def timed(rank: int, stage: int, name: str, method: Callable[..., Any], spans: list[Span]) -> Callable[..., Any]:
-    """Returns a method of torch's stage that adds a span for each call."""
+    """Return a method of torch's stage that adds a span for each call."""
 
     def call(number: int, *arguments: Any, **named: Any) -> Any:
         began = perf_counter()

@@ -1,6 +1,6 @@
 """Overhead of the driver: a model without relevant work on 1 to 4 stages; calls and bytes of the control plane.
 
-Bytes are those of the pickled commands. The data plane, which carries the activations, is not counted.
+The benchmark counts the bytes of the pickled commands. It does not count the data plane, which carries the activations.
 """
 
 import pickle
@@ -45,7 +45,7 @@ class Calls:
 
 
 def measured(schedule: str, stages: int, microbatches: int, steps: int) -> tuple[list[float], float, float]:
-    """Returns the seconds of each step, and the RPC calls and bytes per step."""
+    """Return the seconds of each step, and the RPC calls and bytes per step."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

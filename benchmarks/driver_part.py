@@ -1,4 +1,4 @@
-"""A GPT with a large vocabulary on two stages: the step under the balance found, and under every other balance.
+"""A GPT with a large vocabulary on two stages: the step under the balance that Relay finds, and every other balance.
 
 The embedding, the head and the loss run on the driver, which also runs the last stage. Each run is a short ``fit`` with
 separate processes. The balances alternate, in a different order each round, because the speed of a machine varies.
@@ -69,10 +69,10 @@ class Gpt(LightningModule):
 
 
 def run(shape: Shape, steps: int, **settings: Any) -> tuple[list[int], list[float]]:
-    """Trains a few steps.
+    """Train a few steps.
 
     Returns:
-        The balance in use, and the seconds of each step but the first.
+        The balance in use, and the seconds of each step except the first.
     """
     torch.manual_seed(0)
     model = Gpt(shape)
@@ -100,7 +100,7 @@ def run(shape: Shape, steps: int, **settings: Any) -> tuple[list[int], list[floa
 
 
 def contest(shape: Shape, schedule: str, rounds: int, steps: int) -> Table:
-    """Measures every balance under one schedule, and marks those that are found."""
+    """Measure every balance under one schedule, and mark the balances that Relay finds."""
     found: dict[str, list[int]] = {}
     for way in ("by_time", "by_size"):
         found[way], _ = run(shape, 1, schedule=schedule, balance=way)

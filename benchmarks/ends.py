@@ -1,8 +1,8 @@
-"""How runs of torchrun end: two ranks of DDP or ZeRO, beside two of Lightning's own DDP that run at the same time.
+"""How runs of torchrun end: two ranks of DDP or ZeRO, next to two ranks of Lightning's DDP that run at the same time.
 
-In half of the runs rank 0 leaves training up to 2 s after rank 1, as when it still writes something: then rank 0 ends
-its run while Python ends in the process of rank 1. Both runs of a pair have the same pause. The section fails if a run
-of Relay ends by another status than 0.
+In half of the runs, rank 0 leaves training up to 2 s after rank 1, as if it still wrote a file. Rank 0 then ends its
+run while Python exits in the process of rank 1. Both runs of a pair have the same pause. The section fails if a run of
+Relay ends with a status other than 0.
 
 ``python -m torch.distributed.run --standalone --nproc-per-node=2 -m benchmarks.ends ddp 0.5`` is one run.
 """
@@ -29,7 +29,7 @@ NAMES = {"ddp": "Relay, `ddp`", "zero": "Relay, `zero`", LIGHTNING: "Lightning's
 
 
 class Net(LightningModule):
-    """Two layers, whose loss all ranks average."""
+    """Two layers, whose loss is averaged over all ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Net(LightningModule):
 
 
 class Pause(Callback):
-    """Rank 0 stays in its run for some seconds when training has ended."""
+    """Keeps rank 0 in its run for some seconds after training has ended."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -56,7 +56,7 @@ class Pause(Callback):
 
 
 def train(kind: str, pause_seconds: float) -> None:
-    """What one rank runs."""
+    """Run the training of one rank."""
     make: Any = pytorch_lightning.Trainer
     if kind != LIGHTNING:
         from trainer import Trainer as make
@@ -75,7 +75,7 @@ def train(kind: str, pause_seconds: float) -> None:
 
 
 def started(kind: str, pause_seconds: float) -> subprocess.Popen[str]:
-    """Starts one run."""
+    """Start one run."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     return subprocess.Popen(
         [*command, "-m", "benchmarks.ends", kind, str(pause_seconds)],
@@ -89,11 +89,11 @@ def started(kind: str, pause_seconds: float) -> subprocess.Popen[str]:
 
 
 def ending(run: subprocess.Popen[str]) -> tuple[str, str]:
-    """Returns how a run has ended in words, which are empty after status 0, and what it has printed."""
+    """Return a description of how a run has ended, which is empty after status 0, and the output of the run."""
     try:
         said = run.communicate(timeout=LIMIT_SECONDS)[0]
     except subprocess.TimeoutExpired:
-        run.kill()  # its ranks end with the section
+        run.kill()  # the section ends its ranks
         return f"still running after {LIMIT_SECONDS:.0f} s", ""
     if run.returncode == 0:
         return "", said

@@ -1,4 +1,4 @@
-"""Cost of a batch of one row in an evaluation: pipelines compared with one process, in interleaved rounds."""
+"""Cost of a one-row batch in an evaluation: pipelines compared with one process, in interleaved rounds."""
 
 import io
 import logging
@@ -21,7 +21,7 @@ from trainer import Trainer
 
 ROUNDS, BATCHES, WARM_UP, WIDTH, LAYERS = 3, 7000, 50, 8, 6
 LIMIT_MS = 1.0
-"""Goal: the time that a batch may take more for each stage."""
+"""Goal: the additional time of a batch for each stage."""
 
 
 class Net(LightningModule):
@@ -49,7 +49,7 @@ class Clock(Callback):
 
 
 def milliseconds(verb: str, stages: int, batches: int, warm_up: int) -> float:
-    """Returns the mean time of a batch."""
+    """Return the mean time of a batch."""
     balance = [LAYERS // stages] * stages
     strategy = SingleDeviceStrategy("cpu") if stages == 1 else RPCSequentialStrategy(balance)
     off = dict.fromkeys(("logger", "enable_checkpointing", "enable_model_summary", "enable_progress_bar"), False)

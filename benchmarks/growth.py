@@ -22,7 +22,8 @@ from strategies.planning.simulator import ActionCosts, simulate
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.02, 0.04
 STAGES, MICROBATCHES = (2, 8, 32, 128, 1024), (8, 64, 512, 4096)
 SIMULATED_ACTIONS = 300_000
-"""Limit of the simulation, which takes minutes and gigabytes beyond; the formula, checked up to here, continues."""
+"""Limit of the simulation, which takes minutes and gigabytes beyond it. The formula, checked up to the limit, replaces
+it there."""
 
 MEASURED = ((2, 4), (2, 16), (4, 8), (8, 16))
 REPEATS = 3
@@ -63,7 +64,7 @@ class Sleeps(nn.Module):
 
 
 def measured(schedule: str, stages: int, microbatches: int, repeats: int) -> tuple[list[float], list[int]]:
-    """Returns the seconds of several steps, and the maximum number of micro-batches in flight on each stage."""
+    """Return the seconds of several steps, and the maximum number of micro-batches in flight on each stage."""
     model = nn.Sequential(*[Sleeps() for _ in range(stages)])
     settings = Settings(microbatches=microbatches, checkpoint="never", schedule=schedule)
     pipeline = Pipeline(model, [1] * stages, [torch.device("cpu")] * stages, settings)
@@ -80,21 +81,21 @@ def measured(schedule: str, stages: int, microbatches: int, repeats: int) -> tup
 
 
 def predicted(schedule: str, stages: int, microbatches: int) -> tuple[float, list[int]]:
-    """Returns the simulated seconds of a step and the maximum number of micro-batches in flight on each stage."""
+    """Return the simulated seconds of a step and the maximum number of micro-batches in flight on each stage."""
     costs = ActionCosts(forward=FORWARD_SECONDS, backward=BACKWARD_SECONDS)
     simulation = simulate(SCHEDULES[schedule].table(stages, microbatches, 1), costs)
     return simulation.total_time, simulation.peak_activations
 
 
 def formula(schedule: str, stages: int, microbatches: int) -> tuple[float, list[int]]:
-    """Returns what :func:`predicted` must return if all stages have the same cost."""
+    """Return what :func:`predicted` must return if all stages have the same cost."""
     p, m = stages, microbatches
     kept = [m] * p if schedule == "gpipe" else [min(p - i, m) for i in range(p)]
     return (m + p - 1) * (FORWARD_SECONDS + BACKWARD_SECONDS), kept
 
 
 def growth_table(stages: tuple[int, ...], numbers: tuple[int, ...]) -> Table:
-    """Steps of both schedules, in units of the forward and backward pass of a micro-batch on one stage."""
+    """Return the steps of both schedules, in units of the passes of a micro-batch on one stage."""
     rows, unit = [], FORWARD_SECONDS + BACKWARD_SECONDS
     for p in stages:
         for m in numbers:
@@ -117,7 +118,7 @@ def growth_table(stages: tuple[int, ...], numbers: tuple[int, ...]) -> Table:
 
 
 def measured_table(pairs: tuple[tuple[int, int], ...], repeats: int) -> Table:
-    """Measured processes whose layers sleep, compared with the prediction."""
+    """Compare measured processes, whose layers sleep, with the prediction."""
     rows = []
     for p, m in pairs:
         for schedule in ("gpipe", "1f1b"):

@@ -1,7 +1,7 @@
 """Peak memory of every process of a pipeline, compared with what its stage needs, and the time until it trains.
 
-Each run has a new driver process, so that its memory before the model exists is known. Peaks are
-``VmHWM`` less that value; the peak is reset at the end of each phase, so a phase that needs more than the others shows.
+Each run has a new driver process, so that the memory of the driver before the model exists is known. A peak is
+``VmHWM`` minus this value. The peak is reset at the end of each phase, so that each phase has its own peak.
 """
 
 import ctypes
@@ -41,7 +41,7 @@ class Shape:
 
     Attributes:
         width: Width of the square layers; 4096 makes 64 MiB each.
-        states: How many numbers the optimizer keeps for each parameter: 0 is SGD, 2 AdamW.
+        states: Number of optimizer states of each parameter: 0 for SGD, 2 for AdamW.
         late: Whether ``configure_model`` builds the layers, instead of ``__init__``.
         layers: Number of layers.
     """
@@ -63,16 +63,16 @@ class Shape:
 
     @property
     def activations_mebi(self) -> float:
-        """Size of what the layers of a stage keep for the backward pass of a batch, and of its gradients, in MiB."""
+        """Size in MiB of the activations that a stage keeps for the backward pass, and of their gradients."""
         return 2 * (self.layers / STAGES + 1) * ROWS * self.width * 4 / MEBI
 
     def bound_mebi(self, *, trains: bool) -> float:
-        """What a process may use for its stage: 1.2 x state + activations + the largest layer, in MiB."""
+        """Memory that a process may use for its stage, in MiB: 1.2 x state + activations + the largest layer."""
         held = self.model_mebi / STAGES * (2 + self.states if trains else 1)
         return 1.2 * held + self.activations_mebi + self.layer_mebi
 
     def driver_bound_mebi(self) -> float:
-        """What the driver may use that builds the whole model: 1.1 x model + gradients of its stage, in MiB."""
+        """Memory that a driver that builds the whole model may use, in MiB: 1.1 x model + gradients of its stage."""
         return 1.1 * self.model_mebi + self.model_mebi / STAGES
 
 
@@ -104,7 +104,7 @@ class Model(LightningModule):
 
 
 class LateModel(Model):
-    """The same, built in ``configure_model``."""
+    """Square layers, built in ``configure_model``."""
 
     def configure_model(self) -> None:
         if not hasattr(self, "sequential_module"):
@@ -115,9 +115,9 @@ class Peaks(Callback):
     """Keeps the peak of each process in each phase of a run.
 
     Attributes:
-        mebi: For each phase the peak of the driver, then of the workers, in MiB beyond its value before the model.
+        mebi: For each phase, the peak of the driver and then of the workers, in MiB above the value before the model.
         began: When the run began.
-        seconds: The time from then until the first step may begin.
+        seconds: The time from ``began`` until the first step can begin.
     """
 
     def __init__(self, save_to: str | None) -> None:
@@ -130,7 +130,7 @@ class Peaks(Callback):
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Within this, workers are known from their start, when they have joined, to their end."""
+        """Context in which the workers are known, from the moment they have joined until they end."""
         start, stop = Workers.start, Workers.stop
 
         def started(workers: Workers, **settings: Any) -> Session:
@@ -149,7 +149,7 @@ class Peaks(Callback):
             yield
 
     def mark(self, phase: str, pids: list[int] | None = None) -> None:
-        """Ends a phase of the named processes, by default of all."""
+        """End a phase of the given processes, by default of all."""
         pids = [os.getpid(), *self._workers] if pids is None else pids
         grown = [(memory_bytes(pid, "VmHWM") - self._base[pid]) / MEBI for pid in pids]
         known = self.mebi.setdefault(phase, [])
@@ -201,12 +201,12 @@ class Run:
     load_from: str | None = None
 
     def with_width(self, width: int) -> "Run":
-        """Returns the same run with layers of another width, and with checkpoints of such a run."""
+        """Return the same run with layers of a different width, and with the checkpoints of that width."""
         paths = [path and f"{path}-{width}" for path in (self.save_to, self.load_from)]
         return replace(self, shape=replace(self.shape, width=width), save_to=paths[0], load_from=paths[1])
 
     def measured(self) -> "Outcome":
-        """Runs in a new process, and returns what it measured."""
+        """Run in a new process, and return what the run measured."""
         own, other = multiprocessing.get_context("spawn").Pipe()
         process = multiprocessing.get_context("spawn").Process(target=_work, args=(self, other))
         process.start()
@@ -224,7 +224,7 @@ class Run:
             process.join()
 
     def measured_here(self) -> "Outcome":
-        """Runs in this process, which is the driver."""
+        """Run in this process, which is the driver."""
         steps = DataLoader([torch.randn(ROWS, self.shape.width)] * STEPS, batch_size=None)
         quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
         peaks = Peaks(self.save_to)
@@ -256,7 +256,7 @@ class Outcome:
 
     Attributes:
         mebi: Peaks by phase; see :class:`Peaks`.
-        seconds: The time until the first step may begin.
+        seconds: The time until the first step can begin.
         copy_seconds: The time of copying every parameter once, if the model was built in ``__init__``.
     """
 
@@ -266,7 +266,7 @@ class Outcome:
 
 
 def _work(run: Run, pipe: Connection) -> None:
-    """Runs one call of the Trainer as the driver."""
+    """Run one call of the Trainer as the driver."""
     warnings.filterwarnings("ignore")
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     torch.set_num_threads(1)
@@ -278,7 +278,7 @@ PHASES = {"start": "start-up", "pass": "", "save": "save", "end": "end"}
 
 
 def rows_of(name: str, run: Run, outcome: Outcome, tiny: Outcome) -> list[list[str]]:
-    """Returns a row for each phase of a run."""
+    """Return a row for each phase of a run."""
     rows, shape = [], run.shape
     bound = shape.bound_mebi(trains=run.verb == "fit")
     driver_bound = bound if shape.late else shape.driver_bound_mebi()
@@ -300,7 +300,7 @@ COLUMNS = ["", "driver", "tiny", "bound", "within", "worker", "tiny", "bound", "
 
 
 def peaks_table(heading: str, runs: dict[str, Run], small: int) -> Table:
-    """Runs all of them, each also with layers of width ``small``, and returns the table of peaks in MiB."""
+    """Make each run, also with layers of width ``small``, and return the table of peaks in MiB."""
     rows = []
     for name, run in runs.items():
         outcome = run.measured()
@@ -310,7 +310,7 @@ def peaks_table(heading: str, runs: dict[str, Run], small: int) -> Table:
 
 
 def start_table(shape: Shape, small: int, rounds: int) -> Table:
-    """Returns the time until a model trains, compared with copying its bytes and with starting the processes."""
+    """Return the time until a model trains, compared with copying its bytes and with starting the processes."""
     outcomes, tiny = [], []
     for _ in range(rounds):
         outcomes.append(Run(shape).measured())

@@ -1,4 +1,4 @@
-"""Messages that Lightning tells the user."""
+"""Collects messages that Lightning logs for the user."""
 
 import logging
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ class _Messages(logging.Handler):
 
 @contextmanager
 def told(start: str) -> Iterator[list[str]]:
-    """Within this, messages with the given start are added to a list; none is printed."""
+    """Context in which messages with the given start are added to a list; no message is printed."""
     lines: list[str] = []
     handler, log = _Messages(lines, start), logging.getLogger("pytorch_lightning.utilities.rank_zero")
     log.setLevel(logging.INFO)

@@ -1,9 +1,9 @@
-"""Cost of a micro-batch besides its computation: Relay under Lightning's Trainer and torch's same schedules, in turns.
+"""Overhead of a micro-batch: Relay under Lightning's Trainer and the same schedules of torch, alternating.
 
 The layers are so small that a step of many micro-batches is only overhead. Every contestant has two processes with one
-thread each. A turn is a number of steps in a row, and ends when all processes have finished them: Relay's driver then
-asks its stages, which ends the commands over the data plane until a few steps later. A training run does not stop like
-that, so a turn has many steps.
+thread each. A turn is a number of consecutive steps, and ends when all processes have finished them. At the end of a
+turn, Relay's driver asks its stages, so commands do not go over the data plane until a few steps later. A training run
+does not stop in this way, so a turn has many steps.
 """
 
 import itertools
@@ -55,7 +55,7 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 
 class UnderLightning:
-    """Relay's driver: a fit by Lightning's own Trainer, on a thread that waits before each turn."""
+    """Relay's driver: a fit by Lightning's Trainer, on a thread that waits before each turn."""
 
     def __init__(self, number: int, schedule: str) -> None:
         self.schedule = schedule
@@ -65,7 +65,7 @@ class UnderLightning:
         self.begin(microbatches, layers(), [LAYERS // PROCESSES] * PROCESSES)
 
     def begin(self, microbatches: int, module: nn.Sequential, balance: list[int]) -> None:
-        """Starts a fit of these layers."""
+        """Start a fit of these layers."""
         from pytorch_lightning import Callback, LightningModule, Trainer
 
         from strategies.rpc_sequential import RPCSequentialStrategy
@@ -135,7 +135,7 @@ class UnderLightning:
         return loss
 
     def trace(self, microbatches: int) -> list[Span]:
-        """Returns the spans of one step of layers that record; steps after it are not timed."""
+        """Return the spans of one step of recording layers; steps after it are not timed."""
         self.close()
         listeners = [RecordingLayer() for _ in range(PROCESSES)]
         own = LAYERS // PROCESSES
@@ -148,7 +148,7 @@ class UnderLightning:
         self.close()
         notes = [*(listener.notes for listener in listeners[:-1]), listeners[-1].get_extra_state()]
         spans = [span for i, own_notes in enumerate(notes) for span in spans_of(own_notes, i, began)]
-        return [span for span in spans if span.start < ended]  # the fit ends with one more step
+        return [span for span in spans if span.start < ended]  # the fit ends with an extra step
 
     def close(self) -> None:
         if self.fit is not None:
@@ -185,7 +185,7 @@ class TorchPipelining:
         return loss / max(len(losses), 1)
 
     def trace(self, microbatches: int) -> list[Span]:
-        """Returns the spans of one step."""
+        """Return the spans of one step."""
         self.prepare(microbatches)
         self.steps(WARM_UP)
         spans: list[Span] = []
@@ -201,7 +201,7 @@ class TorchPipelining:
 def contest(
     rounds: int, steps: int, numbers: tuple[int, ...], folder: Path
 ) -> tuple[dict[str, list[float]], list[str]]:
-    """Returns the seconds of a step of each contestant, a value per round, and what differed in the losses."""
+    """Return the seconds of a step of each contestant, with a value per round, and the differences in the losses."""
     contestants = {}
     for ours, theirs in SAME_SCHEDULE.items():
         contestants[f"Relay, {ours}"] = ContestantProcesses(UnderLightning, ours)

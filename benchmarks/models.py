@@ -27,7 +27,7 @@ class CausalLayer(nn.TransformerEncoderLayer):
 
 
 def encoder_layers(num_layers: int, width: int, kind: type[nn.Module] = nn.TransformerEncoderLayer) -> nn.Sequential:
-    """Returns transformer layers without dropout, with the same weights at each call: ``[rows, length, width]``."""
+    """Return transformer layers without dropout, with the same weights at each call: ``[rows, length, width]``."""
     torch.manual_seed(0)
     return nn.Sequential(
         *[kind(width, 8, 4 * width, dropout=0.0, batch_first=True, norm_first=True) for _ in range(num_layers)]
@@ -35,14 +35,14 @@ def encoder_layers(num_layers: int, width: int, kind: type[nn.Module] = nn.Trans
 
 
 def gpt_layers(num_blocks: int, width: int, length: int, vocabulary: int = VOCABULARY) -> nn.Sequential:
-    """Returns a GPT with the same weights at each call: maps tokens ``[rows, length]`` to logits."""
+    """Return a GPT with the same weights at each call: maps tokens ``[rows, length]`` to logits."""
     blocks = encoder_layers(num_blocks, width, CausalLayer)
     around = Embedding(length, width, vocabulary), nn.LayerNorm(width), nn.Linear(width, vocabulary)
     return nn.Sequential(around[0], *blocks, *around[1:])
 
 
 def gpt_balance(num_blocks: int, stages: int) -> list[int]:
-    """Gives each stage the same number of blocks, the first one the embedding, and the last one norm and logits."""
+    """Give each stage the same number of blocks, the first stage the embedding, and the last stage norm and logits."""
     if num_blocks % stages:
         raise ValueError(f"{num_blocks} blocks do not divide evenly among {stages} stages; use a multiple of {stages}")
     balance = [num_blocks // stages] * stages

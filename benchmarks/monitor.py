@@ -1,6 +1,6 @@
-"""What ``PipelineMonitor`` adds: steps without it, steps that it does not record, and steps that it does, in turns.
+"""Cost of ``PipelineMonitor``: alternates steps without it, steps that it does not record, and steps that it records.
 
-The model computes next to nothing, so that a step is short.
+The model computes almost nothing, so that a step is short.
 """
 
 import io
@@ -29,7 +29,8 @@ NEVER = 10**9
 WITHOUT, IDLE, RECORDED, REPORTS, SETTLES = "without", "not recorded", "recorded", "reports the step before", ""
 NEVER_RECORDS = (WITHOUT, IDLE)
 RECORDS = (WITHOUT, IDLE, RECORDED, REPORTS, SETTLES, SETTLES)
-"""After a recorded step, commands go over RPC until four in a row have no result: these steps do not count."""
+"""After a recorded step, commands go over RPC until four consecutive commands have no result. These steps do not
+count."""
 
 
 class Tiny(LightningModule):
@@ -47,13 +48,13 @@ class Tiny(LightningModule):
 
 
 class Turns(Callback):
-    """Calls the hooks of a monitor in some steps of a cycle and not in others, and takes the time of each step."""
+    """Calls the hooks of a monitor in some steps of a cycle only, and measures the time of each step."""
 
     def __init__(self, cycle: tuple[str, ...]) -> None:
         self.idle, self.recording = PipelineMonitor(NEVER), PipelineMonitor(1)
         self.times: dict[str, list[tuple[float, float]]] = {kind: [] for kind in cycle}
         self.hooks: dict[str, list[float]] = {WITHOUT: [], IDLE: []}
-        """What the hooks take in steps that are not recorded, and what it takes to take the time."""
+        """The time of the hooks in steps that are not recorded, and the time that a measurement takes."""
         self._cycle, self._seconds = cycle, 0.0
         self._before: tuple[str, float, float] | None = None
 
@@ -75,7 +76,7 @@ class Turns(Callback):
             of, began, cpu_began = self._before
             self.times[of].append((now - began, cpu - cpu_began))
         self._before = kind, now, cpu
-        begin = thread_time()  # in every kind of step: to take the time costs more than the hooks do
+        begin = thread_time()  # in every kind of step, because a measurement takes longer than the hooks
         if kind in (IDLE, RECORDED):
             (self.idle if kind == IDLE else self.recording).on_train_batch_start(*args)
         self._seconds = thread_time() - begin
@@ -113,9 +114,9 @@ def measured(schedule: str, cycle: tuple[str, ...], cycles: int) -> Turns:
 
 
 def added(own: list[tuple[float, float]], without: list[tuple[float, float]]) -> list[str]:
-    """Return the medians of the differences within cycles in microseconds: of time, and of processor time.
+    """Return the medians of the differences within cycles in microseconds, for time and for processor time.
 
-    Each with the range in which the medians of 95 % of 400 samples of as many differences lie.
+    Each median comes with the range that contains the medians of 95 % of 400 bootstrap samples.
     """
     cells, random = [], Random(0)
     for which in (0, 1):

@@ -1,7 +1,7 @@
-"""Time of a training step on two cores: Relay, ``torch.distributed.pipelining``, torchgpipe, one process; in turns.
+"""Time of a training step on two cores: Relay, ``torch.distributed.pipelining``, torchgpipe, one process, alternating.
 
-Every contestant has its own processes with one thread each, and works only when it is its turn. A step is a batch from
-a loader, forward and backward passes of all micro-batches, and AdamW.
+Every contestant has its own processes with one thread each, and works only during its turn. A step is a batch from a
+loader, forward and backward passes of all micro-batches, and AdamW.
 
 The limit for two processes is not half the time of one process, because on shared hardware each process slows down
 while the other works. The benchmark therefore also times one process while a second process is busy. Half of that time,
@@ -38,7 +38,7 @@ from strategies.pipeline.schedule.tables import v_half
 from strategies.planning.simulator import simulate
 
 ROUNDS, PAIR_ROUNDS = 3, 10
-"""Rounds of all contestants, and further rounds of those only that are compared closely (:func:`pair_names`)."""
+"""Rounds of all contestants, and further rounds of the contestants that are compared closely (:func:`pair_names`)."""
 
 WARM_UP = 2
 """Number of steps in which the losses of all contestants are compared."""
@@ -52,11 +52,12 @@ SAME_SCHEDULE = {
     "Relay, zbv": "torch, ScheduleZBVZeroBubble",
 }
 PAIRS = ("Relay, gpipe", "Relay, 1f1b")
-"""Those of Relay that have further rounds with torch's same."""
+"""Contestants of Relay that have further rounds with the same schedule of torch."""
 AUTO = ("Relay, auto", "Relay, auto, own micro-batches")
-"""Those of Relay that have further rounds with torch's fastest, and with one process beside a busy one."""
+"""Contestants of Relay that have further rounds with torch's fastest schedule, and with one process next to a busy
+process."""
 ONLY_TRACED = ("Relay, zb-h1", "Relay, v-half", "torchgpipe, two threads", "fairscale.nn, two threads")
-"""Those that take part with :data:`TRACED` micro-batches only, because nothing is compared with them."""
+"""Contestants that take part with :data:`TRACED` micro-batches only, because nothing is compared with them."""
 
 RELAY = {
     **{f"Relay, {name}": (name, False) for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "v-half", "auto")},
@@ -83,7 +84,7 @@ ELSEWHERE = {
 
 
 def bubble_of(name: str, microbatches: int) -> float | None:
-    """Returns the idle share of the schedule on two processes if the passes of all stages take equal time."""
+    """Return the idle share of the schedule on two processes if the passes of all stages take equal time."""
     m, p = microbatches, PROCESSES
     if "Zero" in name or "zbv" in name or "auto" in name:
         return 0.0
@@ -99,7 +100,7 @@ def bubble_of(name: str, microbatches: int) -> float | None:
 
 
 class Contest:
-    """Runs the contestants in turns and collects their results."""
+    """Runs the contestants alternately and collects their results."""
 
     def __init__(
         self,
@@ -130,7 +131,7 @@ class Contest:
                 self.contestants[f"{module}, two threads"] = ContestantProcesses(GPipeLibrary, shape, module, name)
 
     def attempt(self, name: str, microbatches: int, action: Callable[[ContestantProcesses], Any]) -> Any:
-        """Runs an action of a contestant; if it fails, removes the contestant and returns ``None``."""
+        """Run an action of a contestant; if it fails, remove the contestant and return ``None``."""
         try:
             return action(self.contestants[name])
         except ContestantError as error:
@@ -139,7 +140,7 @@ class Contest:
             return None
 
     def rounds(self, microbatches: int, rounds: int, pair_rounds: int) -> dict[str, list[float]]:
-        """Returns the seconds of each contestant's steps: rounds of all, then those of :func:`pair_names`."""
+        """Return the seconds of each contestant's steps: rounds of all contestants, then of :func:`pair_names`."""
         taking_part = [name for name in self.contestants if microbatches == TRACED or name not in ONLY_TRACED]
         for name in taking_part:
             prepared = self.attempt(name, microbatches, lambda processes: processes.call("prepare", microbatches))
@@ -170,7 +171,7 @@ class Contest:
         return {name: seconds for name, seconds in times.items() if None not in seconds}
 
     def check_losses(self, microbatches: int, taking_part: Iterable[str]) -> None:
-        """Compares the losses of the first steps, to check that all contestants do the same work."""
+        """Compare the losses of the first steps, to check that all contestants do the same work."""
         for _ in range(WARM_UP):
             losses = {
                 name: self.attempt(name, microbatches, lambda processes: processes.call("step"))
@@ -194,7 +195,7 @@ class Contest:
             self.busy.replies()
 
     def traces(self, microbatches: int) -> dict[str, list[Span]]:
-        """Returns the spans of one step of each pipeline."""
+        """Return the spans of one step of each pipeline."""
         found: dict[str, list[Span]] = {}
         for name in [name for name in self.contestants if name.startswith(("Relay", "torch,"))]:
             members = self.attempt(name, microbatches, lambda processes: processes.call("trace"))
@@ -210,14 +211,14 @@ class Contest:
 
 
 def fastest_of_torch(times: dict[str, list[float]]) -> str | None:
-    """Returns torch's schedule that was the fastest in the rounds of all contestants."""
+    """Return the schedule of torch that was fastest in the rounds of all contestants."""
     number = len(times["one process"])
     of_torch = [name for name, seconds in times.items() if name.startswith("torch,") and None not in seconds]
     return min(of_torch, key=lambda name: median(times[name][:number]), default=None)
 
 
 def pair_names(times: dict[str, list[float]]) -> list[str]:
-    """Returns the contestants that have further rounds, given the seconds of the first rounds."""
+    """Return the contestants that have further rounds, given the seconds of the first rounds."""
     same = [name for pair in PAIRS for name in (pair, SAME_SCHEDULE[pair])]
     fastest = fastest_of_torch(times)
     names = dict.fromkeys([*same, *AUTO, *([] if fastest is None else [fastest])])
@@ -225,7 +226,7 @@ def pair_names(times: dict[str, list[float]]) -> list[str]:
 
 
 def table_of(times: dict[str, list[float]], microbatches: int, spans: dict[str, list[Span]]) -> Table:
-    """Returns a table with one row per contestant."""
+    """Return a table with one row per contestant."""
     one, beside = times["one process"], times[BESIDE]
     columns = ["step", "median s", "quartiles", "rounds", "of one process", "of its limit", "of torch's same"]
     columns += ["of torch's fastest"]
@@ -247,13 +248,13 @@ def table_of(times: dict[str, list[float]], microbatches: int, spans: dict[str, 
 
 
 def _of_pair(own: list[float], peer: list[float]) -> str:
-    """Returns median and quartiles of the ratios in the rounds that both took part in."""
+    """Return median and quartiles of the ratios in the rounds in which both contestants took part."""
     number = min(len(own), len(peer))
     return "{1:.3f} ({0:.3f} to {2:.3f})".format(*quartiles(ratios(own[:number], peer[:number])))
 
 
 def spent_table(spans: dict[str, list[Span]], microbatches: int) -> Table:
-    """Returns the time of each kind of work in the traced step, for each process."""
+    """Return the time of each kind of work in the traced step, for each process."""
     rows = []
     for name, own in spans.items():
         length = max(span.end for span in own) - min(span.start for span in own)
@@ -285,7 +286,7 @@ def draw_gantt(spans: dict[str, list[Span]], figure: Any) -> None:
 def with_large_vocabulary(
     shape: Shape, rounds: int, pair_rounds: int, folder: Path
 ) -> tuple[Contest, dict[str, list[float]]]:
-    """Returns a contest in which the head is worth several blocks, and its times."""
+    """Return a contest in which the head is worth several blocks, and its times."""
     relay = ("Relay, 1f1b", "Relay, auto", "Relay, auto, own micro-batches")
     contest = Contest(replace(shape, vocabulary=LARGE_VOCABULARY), folder, relay=relay, libraries=False)
     try:

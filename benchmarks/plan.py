@@ -1,8 +1,9 @@
-"""What ``trainer.plan`` predicts, compared with what runs then take: time of a step, and peak memory of every process.
+"""Predictions of ``trainer.plan`` compared with measurements: time of a step, and peak memory of every process.
 
-The costs are measured beside a process that works, because processes on shared hardware slow each other down, and again
-in every round, in turns with the runs. Each run has a driver of its own, a new process, so that its memory before the
-model exists is known. The memory of a run with a tiny model, mostly libraries that are loaded late, is subtracted.
+The costs are measured next to a busy process, because processes on shared hardware slow each other down. They are
+measured again in every round, alternating with the runs. The driver of each run is a new process, so that its memory
+before the model exists is known. The memory of a run with a tiny model, mostly libraries that are loaded late, is
+subtracted.
 """
 
 import io
@@ -40,7 +41,7 @@ WIDTHS = (1024, 4096, 2048, 1024, 512, 4096, 256)
 
 
 class Repeated(Dataset):
-    """One batch many times, so that the data take no memory beside it.
+    """A dataset that repeats one batch, so that the data take no further memory.
 
     Args:
         batch: The batch.
@@ -72,7 +73,7 @@ class Model(LightningModule):
         return make_optimizer(self)
 
     def batch(self) -> tuple[Tensor, ...]:
-        """Returns a batch."""
+        """Return a batch."""
         raise NotImplementedError
 
     def train_dataloader(self) -> DataLoader:
@@ -114,7 +115,7 @@ class MLP(Model):
 
 
 class Llama(Model):
-    """A Llama of transformers; its embedding, norm, head and loss are the driver's own part."""
+    """A Llama of transformers; the driver runs its embedding, norm, head and loss."""
 
     def __init__(self, tiny: bool) -> None:
         super().__init__()
@@ -158,7 +159,7 @@ class Planner:
         self.model = MODELS[name](tiny)
 
     def plan(self, schedules: list[str], microbatches: int) -> list[dict[str, Any]]:
-        """Returns for each schedule the strategy's arguments, the predicted seconds, and the bytes of each process."""
+        """Return, for each schedule, the strategy's arguments, the predicted seconds and the bytes of each process."""
         trainer = trainer_of(STEPS, {"checkpoint": "never"}, [])
         with redirect_stdout(io.StringIO()):
             table = trainer.plan(self.model, microbatches=microbatches, schedules=schedules)
@@ -176,7 +177,7 @@ class Planner:
 
 
 def run(name: str, tiny: bool, steps: int, arguments: dict[str, Any]) -> tuple[list[float], list[float]]:
-    """Runs steps in a new process; returns their seconds, and the peaks in MiB of the workers, then of the driver."""
+    """Run steps in a new process; return their seconds, and the peaks in MiB of the workers and then the driver."""
     own, other = multiprocessing.get_context("spawn").Pipe()
     process = multiprocessing.get_context("spawn").Process(target=_work, args=(name, tiny, steps, arguments, other))
     process.start()
@@ -208,7 +209,7 @@ def _work(name: str, tiny: bool, steps: int, arguments: dict[str, Any], pipe: Co
 
 
 def rounds_of(name: str, effort: Effort, schedules: list[str], microbatches: int) -> Iterator[dict[str, Any]]:
-    """Yields what each round predicts, and what it measures."""
+    """Yield the predictions and the measurements of each round."""
     tiny, steps = effort.tiny, 3 if effort.tiny else STEPS
     shape = Shape(num_blocks=4, width=64, rows=8, length=16) if tiny else Shape()
     go = multiprocessing.get_context("spawn").Event()
@@ -240,7 +241,7 @@ def rounds_of(name: str, effort: Effort, schedules: list[str], microbatches: int
 def rows_of(
     name: str, effort: Effort, schedules: list[str], microbatches: int
 ) -> tuple[list[list[str]], list[list[str]]]:
-    """Returns the rows of a model in the tables of times and of memory."""
+    """Return the rows of a model in the tables of times and of memory."""
     found: dict[str, list[dict[str, Any]]] = {}
     for each in rounds_of(name, effort, schedules, microbatches):
         found.setdefault(each["schedule"], []).append(each)

@@ -1,4 +1,4 @@
-"""Figures, if matplotlib is installed; otherwise a section lacks its figures and has a note about it."""
+"""Figures, if matplotlib is installed; otherwise a section has a note instead of its figures."""
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
@@ -10,7 +10,7 @@ from benchmarks.report import Effort, Section
 def plot(
     section: Section, effort: Effort, name: str, draw: Callable[[Any], None], *, size: tuple[float, float]
 ) -> None:
-    """Draws a figure into the folder of plots and adds it to the section.
+    """Draw a figure into the folder of plots and add it to the section.
 
     Args:
         section: The section to which the figure belongs.
@@ -32,7 +32,7 @@ def plot(
 
 
 def lines(axes: Any, xs: Sequence[float], ys: Mapping[str, Sequence[float]], *, x: str, y: str, log: str = "") -> None:
-    """Draws a line for each name; ``log`` contains the letters of the logarithmic axes, such as ``"xy"``."""
+    """Draw a line for each name; ``log`` contains the letters of the logarithmic axes, such as ``"xy"``."""
     for name, values in ys.items():
         axes.plot(xs, values, marker="o", markersize=3, label=name)
     if "x" in log:
@@ -46,7 +46,7 @@ def lines(axes: Any, xs: Sequence[float], ys: Mapping[str, Sequence[float]], *, 
 
 
 def boxes(axes: Any, samples: Mapping[str, Sequence[float]], *, x: str) -> None:
-    """Draws a box for each name, the first one at the top."""
+    """Draw a box for each name, the first one at the top."""
     axes.boxplot(list(samples.values()), orientation="horizontal")
     axes.set_yticks(range(1, len(samples) + 1), list(samples), fontsize=7)
     axes.invert_yaxis()

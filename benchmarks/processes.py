@@ -4,7 +4,8 @@
                 └─ "step" ──▶ member 1 ─┤     the time of a step: from the command to the last reply
                 ◀── done ───────────────┘
 
-If a member fails or hangs, all members of its contestant end, and the report gives the reason. The others continue.
+If a member fails or hangs, all members of its contestant end, and the report gives the reason. The other contestants
+continue.
 """
 
 import multiprocessing
@@ -65,30 +66,30 @@ class ContestantProcesses:
         self._is_ready = False
 
     def command(self, name: str, *arguments: Any) -> None:
-        """Commands every member to call a method; :meth:`replies` waits for the results."""
+        """Command every member to call a method; :meth:`replies` waits for the results."""
         for pipe in self._pipes:
             try:
                 pipe.send((name, arguments))
-            except OSError:  # it has ended: the replies say why
+            except OSError:  # the member has ended; the replies say why
                 continue
 
     def replies(self, seconds: float = CALL_SECONDS) -> list[Any]:
-        """Waits for the result of each member.
+        """Wait for the result of each member.
 
         Raises:
-            ContestantError: If a member does not return one; all members have then ended.
+            ContestantError: If a member does not return a result; all members have then ended.
         """
         self._ready()
         return self._collect(seconds)
 
     def call(self, name: str, *arguments: Any) -> list[Any]:
-        """Commands every member to call a method and returns the results; see :meth:`replies`."""
+        """Command every member to call a method and return the results; see :meth:`replies`."""
         self._ready()
         self.command(name, *arguments)
         return self._collect(CALL_SECONDS)
 
     def timed(self, name: str, *arguments: Any) -> float:
-        """Commands every member to call a method and returns the seconds until all have replied."""
+        """Command every member to call a method and return the seconds until all have replied."""
         self._ready()
         began = perf_counter()
         self.command(name, *arguments)
@@ -96,7 +97,7 @@ class ContestantProcesses:
         return perf_counter() - began
 
     def end(self) -> None:
-        """Ends the members; safe to call twice."""
+        """End the members; safe to call twice."""
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:

@@ -1,6 +1,6 @@
-"""``rebalance="auto"``: a busy process shares the core of a stage from the middle of an epoch on.
+"""``rebalance="auto"``: busy processes share the core of a stage from the middle of an epoch on.
 
-Two stages of one thread, each pinned to a separate core. Runs with and without rebalancing alternate.
+Two stages have one thread each, pinned to separate cores. Runs with and without rebalancing alternate.
 """
 
 import io
@@ -34,7 +34,7 @@ from trainer import Trainer
 WIDTH, LAYERS, MICROBATCHES, ROWS, BATCHES, EPOCHS, ROUNDS = 256, 12, 8, 64, 24, 4, 3
 DISTURBED_EPOCH = 1
 BUSY = 2
-"""How many busy processes share the core: with one, Linux leaves the stage half of it or more."""
+"""Number of busy processes that share the core. With one process, Linux leaves the stage at least half of the core."""
 
 BALANCE = [6, 6]
 
@@ -59,7 +59,7 @@ class Blocks(LightningModule):
 
 
 class Disturbance(Callback):
-    """Pins each stage to a core; from the middle of an epoch on, busy processes share that of stage 0.
+    """Pins each stage to a core; from the middle of an epoch on, busy processes share the core of stage 0.
 
     Args:
         batches: Number of batches of an epoch.
@@ -69,7 +69,7 @@ class Disturbance(Callback):
     def __init__(self, batches: int, number: int = BUSY) -> None:
         self.batches, self.number = batches, number
         self.times: dict[str, list[float]] = {"undisturbed": [], "the rest of that epoch": [], "later epochs": []}
-        """Seconds from the start of a batch to that of the next one in the same epoch, without the first two."""
+        """Seconds from the start of a batch to the start of the next batch in the same epoch, without the first two."""
         self.balances: list[list[int]] = []
         self._cores = sorted(os.sched_getaffinity(0))[:2]
         self._pinned: Any = None
@@ -77,7 +77,7 @@ class Disturbance(Callback):
         self._busy: list[subprocess.Popen[bytes]] = []
         self._since = 0.0, 0.0
         self.waited = 0.0
-        """The share of the time since the middle of that epoch in which other processes used the driver's core."""
+        """The share of the time since the disturbance began in which other processes used the driver's core."""
 
     def on_train_batch_start(self, trainer: Any, model: Any, batch: Any, batch_idx: int) -> None:
         now, epoch = perf_counter(), trainer.current_epoch
@@ -90,7 +90,7 @@ class Disturbance(Callback):
         if (epoch, batch_idx) == (DISTURBED_EPOCH, self.batches // 2):
             self._since = now, run_delay_seconds()
             for _ in range(self.number):
-                # In a session of its own: Linux may divide a core among sessions, and this one has the driver.
+                # In a new session, because Linux may divide a core among sessions, and this session has the driver.
                 self._busy.append(subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True))
                 os.sched_setaffinity(self._busy[-1].pid, self._cores[:1])
         self._before = batch_idx, now
@@ -110,7 +110,7 @@ class Disturbance(Callback):
         self.waited = (run_delay_seconds() - delay) / (perf_counter() - began)
 
     def end(self) -> None:
-        """End the busy processes, and let this one use all cores."""
+        """End the busy processes, and let this process use all cores."""
         for process in self._busy:
             process.kill()
             process.wait()
@@ -118,7 +118,7 @@ class Disturbance(Callback):
 
 
 def run_delay_seconds() -> float:
-    """Return for how long this thread waited for its core so far; 0 if Linux does not report it."""
+    """Return how long this thread has waited for its core so far; 0 if Linux does not report this."""
     try:
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     except OSError:
@@ -133,7 +133,7 @@ def pin(pid: int, *cores: int) -> None:
 
 @dataclass
 class Run:
-    """What a run came to."""
+    """The results of a run."""
 
     times: dict[str, list[float]]
     balances: list[list[int]]
@@ -152,7 +152,7 @@ def run(
     epochs: int = EPOCHS,
     busy: int = BUSY,
 ) -> Run:
-    """Train once, with so many busy processes."""
+    """Train once, with the given number of busy processes."""
     seed_everything(0, verbose=False)
     disturbance, model = Disturbance(batches, busy), Blocks(width)
     rows = torch.randn(batches * MICROBATCHES * ROWS, width)
@@ -185,7 +185,7 @@ def run(
 
 
 def gain(runs: Sequence[Run]) -> str:
-    """Return what a step of the later epochs takes less than one of the disturbed epoch, of medians over all runs."""
+    """Return the share by which steps of later epochs are faster than steps of the disturbed epoch, from medians."""
     disturbed, later = (
         statistics.median(seconds for each in runs for seconds in each.times[phase])
         for phase in ("the rest of that epoch", "later epochs")

@@ -31,7 +31,7 @@ class Effort:
     tiny: bool = False
 
     def rounds_or(self, default: int) -> int:
-        """Returns the requested number of rounds, otherwise ``default``, or 1 for a tiny run."""
+        """Return the requested number of rounds, otherwise ``default``, or 1 for a tiny run."""
         return self.rounds or (1 if self.tiny else default)
 
 
@@ -44,7 +44,7 @@ class Table:
     heading: str = ""
 
     def markdown(self) -> str:
-        """Returns the table as Markdown with aligned columns, so that it is also readable on a terminal."""
+        """Return the table as Markdown with aligned columns, so that it is also readable on a terminal."""
         widths = [max(len(row[k]) for row in [self.columns, *self.rows]) for k in range(len(self.columns))]
 
         def line(cells: Sequence[str]) -> str:
@@ -77,7 +77,7 @@ class Section:
     absent: dict[str, str] = field(default_factory=dict)
 
     def markdown(self) -> str:
-        """Returns the section as Markdown for the report."""
+        """Return the section as Markdown for the report."""
         parts = [f"## {self.title}", self.setting, *(table.markdown() for table in self.tables)]
         parts += ["\n".join(f"- {note}" for note in self.notes)] if self.notes else []
         parts += [f"![{name}](plots/{name})" for name in self.plots]
@@ -87,18 +87,18 @@ class Section:
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> "Section":
-        """Returns the section from the output of :func:`plain`."""
+        """Return the section from the output of :func:`plain`."""
         return cls(**{**plain, "tables": [Table(**table) for table in plain["tables"]]})
 
 
 def spread(values: Sequence[float], digits: int = 3, factor: float = 1.0) -> list[str]:
-    """Returns two cells: the median, and the quartiles."""
+    """Return two cells: the median, and the quartiles."""
     low, middle, high = quartiles([value * factor for value in values])
     return [f"{middle:.{digits}f}", f"{low:.{digits}f} to {high:.{digits}f}"]
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Returns first quartile, median and third quartile; also for a single value."""
+    """Return first quartile, median and third quartile; also for a single value."""
     if len(values) == 1:
         return values[0], values[0], values[0]
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -106,12 +106,12 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def ratios(own: Sequence[float], reference: Sequence[float]) -> list[float]:
-    """Returns the ratio of each round: both values of a round are measured under the same load of the machine."""
+    """Return the ratio of each round. Both values of a round are measured under the same load of the machine."""
     return [a / b for a, b in zip(own, reference, strict=True)]
 
 
 def machine() -> list[str]:
-    """Returns two lines: the machine, and the versions."""
+    """Return two lines: the machine, and the versions."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -125,7 +125,7 @@ def machine() -> list[str]:
 
 
 def stamp(*, tiny: bool) -> str:
-    """Returns date, commit and load of the machine."""
+    """Return date, commit and load of the machine."""
     commit = _git("describe", "--always", "--abbrev=10", "--exclude=*") or "unknown"
     written = (":!benchmarks/results.*", ":!benchmarks/plots")  # changed by earlier sections
     changed = " with changes" if _git("status", "--porcelain", "--", ".", *written) else ""
@@ -136,7 +136,7 @@ def stamp(*, tiny: bool) -> str:
 
 
 def write(folder: Path, outcomes: Mapping[str, Mapping[str, Any]]) -> None:
-    """Writes ``results.md``, and ``results.json``, from which a later run of some sections reads the other ones."""
+    """Write ``results.md``, and ``results.json``, from which a later run of some sections reads the other sections."""
     (folder / "results.json").write_text(json.dumps(outcomes, indent=1) + "\n")
     head = [
         "# Benchmarks",
@@ -151,13 +151,13 @@ def write(folder: Path, outcomes: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def read(folder: Path) -> dict[str, dict[str, Any]]:
-    """Returns the results of earlier runs."""
+    """Return the results of earlier runs."""
     path = folder / "results.json"
     return json.loads(path.read_text()) if path.exists() else {}
 
 
 def plain(section: Section) -> dict[str, Any]:
-    """Returns the section as values that JSON can represent."""
+    """Return the section as values that JSON can represent."""
     return asdict(section)
 
 

@@ -1,8 +1,9 @@
-"""Predicted and measured time of the passes under every schedule, and under the one that a search finds.
+"""Predicted and measured time of the passes under every schedule, and under the schedule that a search finds.
 
-The simulator predicts from the costs of layers, of the driver's own part and of transfers, measured beside a process
-that works, because processes on shared hardware slow each other down. The speed of such hardware changes from minute to
-minute, so the costs are measured again in every round, in turns with the schedules.
+The simulator predicts the time from the costs of layers, of the code that the driver runs outside them and of
+transfers. These costs are measured next to a busy process, because processes on shared hardware slow each other down.
+The speed of such hardware changes from minute to minute, so the costs are measured again in every round, alternating
+with the schedules.
 """
 
 import multiprocessing
@@ -29,7 +30,7 @@ class Contest:
         self.schedules = {name: ContestantProcesses(Relay, shape, name) for name in names}
 
     def rounds(self, microbatches: int, rounds: int) -> tuple[dict[str, Any], dict[str, list[float]], list[Any]]:
-        """Returns the table and balance of each schedule, the seconds of its passes, and the costs, in each round."""
+        """Return table and balance of each schedule, and for each round the seconds of its passes and the costs."""
         self.busy.call("prepare", microbatches)
         self.busy.call("step")
         for each in self.schedules.values():
@@ -40,7 +41,7 @@ class Contest:
         for number in range(WARM_UP + rounds):
             now = {}
             for name, each in self.schedules.items():
-                each.call("timed_passes")  # while it waited for its turn, the others have filled caches and memory
+                each.call("timed_passes")  # while it waited, other contestants have filled caches and memory
                 now[name] = each.call("timed_passes")[0]
             found = self.costs(microbatches)
             if number >= WARM_UP:
@@ -50,7 +51,7 @@ class Contest:
         return plans, times, costs
 
     def costs(self, microbatches: int) -> Any:
-        """Returns the costs of one micro-batch, measured beside a process that works."""
+        """Return the costs of one micro-batch, measured next to a busy process."""
         self.go.set()
         self.busy.command("keep_busy")
         sleep(0.05)

@@ -13,14 +13,14 @@ from benchmarks.report import Effort, Section, plain
 
 
 def work(name: str, effort: Effort, path: Path) -> None:
-    """Runs a section in a new session, to which all its processes belong, and writes its outcome."""
+    """Run a section in a new session, to which all its processes belong, and write its outcome."""
     os.setsid()
     section = importlib.import_module(f"benchmarks.{name}").main(effort)
     path.write_text(json.dumps(plain(section)))
 
 
 def outcome_of(name: str, effort: Effort, limit_seconds: float) -> Section:
-    """Runs a section in its own process, and ends all processes of the section."""
+    """Run a section in its own process, and end all processes of the section."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "section.json"
         process = multiprocessing.get_context("spawn").Process(target=work, args=(name, effort, path))

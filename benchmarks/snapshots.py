@@ -1,7 +1,8 @@
-"""What repairable steps cost, and how long a repair takes when a worker is killed.
+"""The cost of repairable steps, and the time of a repair when a worker is killed.
 
-The model, the batch and the optimizer of the benchmark ``pipeline_step``, on two processes of one thread each. Steps
-of a pipeline that takes a snapshot after each step and keeps what it sends, and of one that does not, are in turns.
+The benchmark uses the model, the batch and the optimizer of ``pipeline_step``, on two processes with one thread each.
+It alternates steps of two pipelines: one takes a snapshot after each step and keeps a log of what it sends, the other
+does neither.
 """
 
 import os
@@ -27,11 +28,11 @@ TINY = Shape(num_blocks=2, width=32, rows=8, length=8)
 
 
 class Turn(NamedTuple):
-    """A step, until all processes have done all of it.
+    """A step, until all processes have finished it.
 
     Attributes:
-        seconds: What it took.
-        cpu_seconds: What both processes computed.
+        seconds: The time of the step.
+        cpu_seconds: The processor time of both processes.
     """
 
     seconds: float
@@ -42,8 +43,8 @@ class Killed(NamedTuple):
     """A step in which the worker is killed, in seconds.
 
     Attributes:
-        step: What it took.
-        repair: What the repair took of that.
+        step: The time of the step.
+        repair: The time of the repair within the step.
     """
 
     step: float
@@ -51,19 +52,19 @@ class Killed(NamedTuple):
 
 
 def cpu_seconds(pid: int) -> float:
-    """Returns for how long the threads of a process have run."""
+    """Return the processor time of all threads of a process."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
 class Repairable(Relay):
-    """Relay, whose worker is killed now and then.
+    """Relay, with a worker that can be killed.
 
     Args:
         number: The number of the member.
         shape: The model.
         schedule: The schedule.
-        recovery: How lost workers are repaired, if they are.
+        recovery: How lost workers are replaced; ``None`` if they are not.
     """
 
     def __init__(self, number: int, shape: Shape, schedule: str, recovery: RecoverySettings | None) -> None:
@@ -79,7 +80,7 @@ class Repairable(Relay):
         self.pipeline.start()
 
     def begin(self) -> None:
-        """Starts the pipeline and warms up; each of both snapshots takes memory that the kernel has yet to give."""
+        """Start the pipeline and warm up, so that the kernel has provided the memory of both snapshots."""
         self.prepare(MICROBATCHES)
         for _ in range(3):
             self.turn()
@@ -100,7 +101,7 @@ class Repairable(Relay):
         self.pipeline.wait()
 
     def kill(self) -> Killed:
-        """Kills the worker at the beginning of a step."""
+        """Kill the worker at the beginning of a step."""
         assert self.pipeline is not None
         os.kill(self.worker(), signal.SIGKILL)
         began = perf_counter()
@@ -108,7 +109,7 @@ class Repairable(Relay):
         return Killed(perf_counter() - began, self.pipeline.repairs[-1].seconds)
 
     def worker(self) -> int:
-        """Returns the process id of the worker."""
+        """Return the process id of the worker."""
         assert self.pipeline is not None
         found = re.search(r"process (\d+)", self.pipeline.remotes[0].process.description)
         assert found is not None

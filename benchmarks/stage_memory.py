@@ -24,7 +24,7 @@ from strategies.planning.simulator import ActionCosts, simulate
 STAGES, ROWS, INPUT_WIDTH = 3, 64, 8
 MEBI = 2**20
 WIDTH = MEBI // 4 // ROWS
-"""With this width, an activation of a micro-batch has 1 MiB."""
+"""With this width, an activation of a micro-batch takes 1 MiB."""
 
 ACTIVATIONS = 4
 """Number of activations in each process."""
@@ -39,21 +39,21 @@ MICROBATCHES = (4, 8, 16, 32)
 
 
 def memory_bytes(pid: int, kind: str) -> int:
-    """Returns ``VmRSS``, the memory of a process, or ``VmHWM``, its peak since :func:`reset_peaks`."""
+    """Return ``VmRSS``, the memory of a process, or ``VmHWM``, its peak since :func:`reset_peaks`."""
     found = re.search(rf"{kind}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     assert found
     return int(found[1]) * 1024
 
 
 def reset_peaks(pids: list[int]) -> None:
-    """Resets the peaks, and returns the freed memory of this process, which would hide later growth."""
+    """Reset the peaks, and return freed memory of this process to the system, because it would hide later growth."""
     ctypes.CDLL(None).malloc_trim(0)
     for pid in pids:
         Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 
 def growth_mebi(schedule: str, checkpoint: str, microbatches: int) -> list[float]:
-    """Returns the growth of each process in a step, after a step with two rows per micro-batch."""
+    """Return the growth of each process in a step, after a step with two rows per micro-batch."""
     activations = [nn.Tanh() for _ in range(STAGES * ACTIVATIONS)]
     model = nn.Sequential(nn.Linear(INPUT_WIDTH, WIDTH), *activations, nn.Linear(WIDTH, 1))
     settings = Settings(microbatches=microbatches, checkpoint=checkpoint, schedule=schedule)
@@ -77,9 +77,9 @@ def growth_mebi(schedule: str, checkpoint: str, microbatches: int) -> list[float
 
 
 def promised(schedule: str, microbatches: int) -> list[float]:
-    """Returns how many micro-batches each process holds at most according to the simulator, the driver's last.
+    """Return the simulated maximum number of micro-batches that each process holds, with the driver last.
 
-    A process with two chunks of layers that holds a micro-batch in one of them counts half.
+    If a process has two chunks of layers, a micro-batch in one chunk counts as half.
     """
     named = SCHEDULES[schedule]
     chunks = named.chunks[1]
@@ -90,7 +90,7 @@ def promised(schedule: str, microbatches: int) -> list[float]:
 
 
 def step(pipeline: Pipeline, model: nn.Sequential, x: Tensor, schedule: str, microbatches: int) -> None:
-    """Runs forward and backward passes, without an optimizer."""
+    """Run forward and backward passes, without an optimizer."""
 
     def loss_of(part: Tensor) -> Tensor:
         return model(part).square().mean()

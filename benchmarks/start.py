@@ -1,7 +1,7 @@
-"""From the call of ``fit`` to the first batch: pipelines of two processes beside one process, in turns.
+"""Time from the call of ``fit`` to the first batch: pipelines of two processes, alternating with one process.
 
-Every round has new processes of the script: one whose first fit is in one process and whose pipelines lose their
-worker, and one in which pipelines and fits in one process alternate. Each fit has a new Trainer, strategy and model.
+Every round starts two new processes of the script. In one of them, the first fit is in one process, and pipelines lose
+their worker. In the other, pipelines and fits in one process alternate. Each fit has a new Trainer, strategy and model.
 """
 
 import logging
@@ -31,7 +31,7 @@ class Tiny(LightningModule):
     """Layers without work.
 
     Args:
-        lose_worker_at: The number of the step in which the model's worker is killed; none if it is ``None``.
+        lose_worker_at: The number of the step in which the worker is killed; with ``None``, it is not killed.
     """
 
     def __init__(self, lose_worker_at: int | None = None) -> None:
@@ -52,7 +52,7 @@ class Tiny(LightningModule):
 
 
 def worker_of_this_process() -> int:
-    """Returns the process id of the only worker, which its command shows."""
+    """Return the process id of the only worker, which is found by its command line."""
     found = [
         child.pid
         for child in psutil.Process().children(recursive=True)
@@ -63,7 +63,7 @@ def worker_of_this_process() -> int:
 
 
 def fitted(*, stages: int, lose_worker_at: int | None = None) -> float:
-    """Runs a fit. Returns milliseconds from its call, or from the loss of its worker, to the next batch."""
+    """Run a fit; return the milliseconds from its call, or from the loss of its worker, to the next batch."""
     strategy = RPCSequentialStrategy("even", microbatches=2, max_restarts=1) if stages > 1 else "single_device"
     trainer = pytorch_lightning.Trainer(
         accelerator="cpu",

@@ -1,8 +1,8 @@
 """Timeline of one step: measured spans of each stage, their bubble, and a Gantt chart.
 
 A stage of Relay reports its current action to ``Stage.note``. A :class:`RecordingLayer`, shipped with the stage,
-replaces this method of the class when it first runs in a process, in that process only. Times are those of the
-system's monotonic clock, which all processes of a machine share.
+replaces this method of the class when it first runs in a process, in that process only. Times come from the system's
+monotonic clock, which all processes of a machine share.
 """
 
 import re
@@ -39,7 +39,7 @@ class ActionLog:
         self.notes: list[tuple[float, str]] = []
 
     def install(self) -> None:
-        """Makes every stage of this process write to this log."""
+        """Make every stage of this process write to this log."""
         note, run, notes = Stage.note, Stage.run, self.notes
 
         def note_here(stage: Stage, what: str) -> None:
@@ -76,7 +76,7 @@ class RecordingLayer(nn.Module):
 
 
 def spans_of(notes: Sequence[tuple[float, str]], stage: int, since: float) -> list[Span]:
-    """Returns the actions in the notes of a stage that began after ``since``, without waiting times."""
+    """Return the actions in the notes of a stage that began after ``since``, without waiting times."""
     spans, began, what = [], 0.0, ""
     for time, note in [*notes, (notes[-1][0] if notes else 0.0, "")]:
         name = re.match(r"(?:recomputing F|([FBW]))(\d+)", note)
@@ -89,7 +89,7 @@ def spans_of(notes: Sequence[tuple[float, str]], stage: int, since: float) -> li
 
 
 def bubble(spans: Iterable[Span]) -> float:
-    """Returns the idle share of all processes, from the start of the first action to the end of the last one."""
+    """Return the idle share of all processes, from the start of the first action to the end of the last one."""
     spans = list(spans)
     busy: defaultdict[int, float] = defaultdict(float)
     for span in spans:
@@ -99,7 +99,7 @@ def bubble(spans: Iterable[Span]) -> float:
 
 
 def gantt(axes: Any, spans: Sequence[Span], title: str) -> None:
-    """Draws a row for each process and a bar for each action."""
+    """Draw a row for each process and a bar for each action."""
     origin = min(span.start for span in spans)
     for span in spans:
         start, length = (span.start - origin) * 1000, (span.end - span.start) * 1000

@@ -1,8 +1,8 @@
-"""Cost of a step besides the model's own work: a bare loop, Lightning's Trainer and Relay's Trainer, in turns.
+"""Overhead of a step beyond the model's own work: a bare loop, Lightning's Trainer and Relay's Trainer, alternating.
 
 Every contestant records the start time of each training step. The time of a step is the difference to the next start.
-It is CPU time of the thread, so that waiting for a core does not count. A separate fit counts the functions written in
-Python that a step calls; their number does not depend on the load. The goal is at most 1.15 times Lightning's cost.
+It is CPU time of the thread, so waiting for a core does not count. A separate fit counts the Python functions that a
+step calls; their number does not depend on the load. The goal is at most 1.15 times Lightning's cost.
 """
 
 import io
@@ -59,7 +59,7 @@ def data(steps: int) -> DataLoader:
 
 
 def bare(steps: int, *, clock: Callable[[], float] = thread_time) -> list[float]:
-    """A hand-written training loop."""
+    """Run a hand-written training loop."""
     model = Tiny(logs=False, clock=clock)
     optimizer = model.configure_optimizers()
     for number, batch in enumerate(data(steps)):
@@ -73,7 +73,7 @@ def bare(steps: int, *, clock: Callable[[], float] = thread_time) -> list[float]
 def fitted(
     make: Callable[..., Any], steps: int, *, logs: bool, bar: bool, clock: Callable[[], float] = thread_time
 ) -> list[float]:
-    """A fit by a Trainer with all optional features disabled, except those in the arguments."""
+    """Run a fit by a Trainer with all optional features disabled, except the features in the arguments."""
     model = Tiny(logs=logs, clock=clock)
     off = dict.fromkeys(("logger", "enable_checkpointing", "enable_model_summary"), False)
     screen = io.StringIO()
@@ -91,7 +91,7 @@ def fitted(
 
 
 def calls_of(run: Callable[..., list[float]], steps: int) -> float:
-    """Return how many functions written in Python a step calls: the median of the second half of a fit."""
+    """Return the number of Python functions that a step calls: the median of the second half of a fit."""
     count = 0
 
     def follow(frame: FrameType, event: str, argument: Any) -> None:

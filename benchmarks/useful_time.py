@@ -1,7 +1,7 @@
-"""Useful time: how fast a fit trains whose worker is killed again and again, against one without repairs and kills.
+"""Useful time: the speed of a fit whose worker is killed repeatedly, compared with a fit without repairs and kills.
 
-The model, the batch and the optimizer of the benchmark ``pipeline_step`` under Lightning, on two processes of one
-thread each. Fits of both kinds are in turns.
+The benchmark uses the model, the batch and the optimizer of ``pipeline_step`` under Lightning, on two processes with
+one thread each. It alternates fits of both kinds.
 """
 
 import logging
@@ -46,8 +46,8 @@ class Clock(Callback):
     """Ends a fit after some seconds, and kills the worker in the middle of each period.
 
     Args:
-        seconds: How long the fit takes, from the end of the batches that warm it up.
-        period: Seconds per kill; ``None``: none.
+        seconds: The duration of the fit, from the end of the warm-up batches.
+        period: Seconds between two kills; ``None`` for no kills.
     """
 
     def __init__(self, seconds: float, period: float | None) -> None:
@@ -65,7 +65,7 @@ class Clock(Callback):
             trainer.should_stop = now - self.began >= self.seconds
 
     def kill(self, strategy: Any) -> None:
-        """Kill the worker now and then, wherever it is."""
+        """Kill the worker once in each period, at any point of its work."""
         if self.period is None:
             return
         wait = self.period / 2
@@ -84,7 +84,7 @@ class Fits:
         self.shape = shape
 
     def fit(self, seconds: float, period: float | None) -> tuple[float, int]:
-        """Returns steps per second, and the number of kills."""
+        """Return steps per second, and the number of kills."""
         clock = Clock(seconds, period)
         strategy = RPCSequentialStrategy(
             "even",

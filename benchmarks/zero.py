@@ -6,7 +6,7 @@
     Relay, stage 1 and 2                with each option
     Relay, stage 3                      parameters are divided as by FSDP2; the optimizer steps plain rows
 
-All methods train in the same two processes, one step of each in turn, so that other load on the machine slows all of
+All methods train in the same two processes, alternating step by step, so that other load on the machine slows all of
 them down equally. CPU time (of all threads of one rank) depends less on other load than the time of a step, but does
 not show the gain from overlapping communication with computation.
 """
@@ -45,7 +45,7 @@ Make = Callable[[], nn.Sequential]
 
 
 def plain_step(model: nn.Module, optimizer: Optimizer) -> Step:
-    """Returns the function that runs a step of a wrapped model."""
+    """Return the function that runs a step of a wrapped model."""
 
     def step(x: torch.Tensor) -> None:
         optimizer.zero_grad()
@@ -139,12 +139,12 @@ VARIANTS: dict[str, Callable[[Make], tuple[nn.Module, Any, Step]]] = {
 
 
 def state_bytes(optimizer: Optimizer) -> int:
-    """Returns the bytes of this rank's moments, without step counters."""
+    """Return the bytes of this rank's moments, without step counters."""
     return sum(own_bytes(value) for state in optimizer.state.values() for value in state.values() if value.ndim)
 
 
 def held_bytes(model: nn.Module, optimizer: Optimizer) -> int:
-    """Returns the bytes of this rank's parameters, gradients and moments after a step."""
+    """Return the bytes of this rank's parameters, gradients and moments after a step."""
     parameters = list(model.parameters())
     gradients = [p.grad for p in parameters if p.grad is not None]
     return sum(map(own_bytes, [*parameters, *gradients])) + state_bytes(optimizer)
@@ -185,7 +185,7 @@ def main_of_rank(rank: int, folder: str, rounds: int, num_layers: int, width: in
 
 
 def check_equal(models: dict[str, nn.Module]) -> None:
-    """Checks that all models have the same weights."""
+    """Check that all models have the same weights."""
     expected, *others = (
         [getattr(p.detach(), "full_tensor", p.detach)() for p in model.parameters()] for model in models.values()
     )
@@ -195,7 +195,7 @@ def check_equal(models: dict[str, nn.Module]) -> None:
 
 
 def table_of(times: dict[str, list[list[float]]], held: dict[str, list[int]]) -> Table:
-    """Returns a table with one row per variant."""
+    """Return a table with one row per variant."""
     whole, reference = held["DDP + AdamW"], times["DDP + AdamW"]
     rows = []
     for name, measured in times.items():

@@ -58,7 +58,7 @@ class DigitClassifier(LightningModule):
 
 
 class Digits(LightningDataModule):
-    """1,797 scanned digits; a fifth of them is for validation."""
+    """1,797 scanned digits, of which a fifth is for validation."""
 
     def __init__(self, batch_size: int = 64, seed: int = 0):
         super().__init__()

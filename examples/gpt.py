@@ -120,7 +120,7 @@ def warmup_cosine(step: int, warmup_steps: int, num_steps: float) -> float:
 
 @torch.no_grad()
 def generate(model: GPT, prompt: str, num_characters: int, *, temperature: float = 0.8, seed: int = 0) -> str:
-    """Returns the prompt and `num_characters` characters, each sampled from the model's softmax at `temperature`."""
+    """Return the prompt and `num_characters` characters, each sampled from the model's softmax at `temperature`."""
     was_training = model.training
     model.eval()
     generator = torch.Generator().manual_seed(seed)

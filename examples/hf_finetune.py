@@ -1,9 +1,9 @@
-"""A causal model of Hugging Face, built from its configuration and trained as a pipeline, on characters.
+"""A causal Hugging Face model, built from its configuration and trained as a pipeline, on characters.
 
 Run it as a script (one epoch), or as `python -m trainer fit --config configs/hf_pipeline.yaml` (four epochs). The
-weights are random at the start. To finetune a model that you have, build it by
-`AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).train()` instead (without these two, its weights keep
-the dtype of the file, and it is in evaluation mode), and load your own text with its tokenizer.
+weights are random at the start. To finetune an existing model, build it with
+`AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).train()` instead, and load your text with its
+tokenizer. Without `dtype`, the weights keep the dtype of the file; without `train()`, the model is in evaluation mode.
 """
 
 from typing import Any

@@ -1,11 +1,11 @@
-"""A model whose training state is four times what any process may use, trained by six of them.
+"""Six processes train a model whose training state is four times the memory that each process may use.
 
-``python -m examples.larger_than_memory`` limits the memory of every process (``RLIMIT_DATA``) to what its imports take
-and 864 MiB. It trains a model that needs 3456 MiB for parameters, gradients and the states of AdamW, and saves it. Then
-new processes resume the training, and others predict. This takes one to two minutes, 6 GiB of memory in all, and 6 GiB
-of disk space.
+``python -m examples.larger_than_memory`` limits the memory of every process (``RLIMIT_DATA``) to the memory of its
+imports plus 864 MiB. It trains a model that needs 3456 MiB for parameters, gradients and the states of AdamW, and saves
+the model. New processes then resume the training, and a third set of processes predicts. This takes one to two minutes,
+6 GiB of memory in all, and 6 GiB of disk space.
 
-``python -m examples.larger_than_memory --one-process`` tries the same in one process with that limit, and fails.
+``python -m examples.larger_than_memory --one-process`` tries the same in one process with this limit, and fails.
 
     driver      stage 5: 4 layers, 576 MiB    no process builds, holds, gathers or reads the other layers
     worker 0    stage 0: 4 layers, 576 MiB
@@ -36,7 +36,7 @@ STATE_BYTES = 4 * LAYERS * WIDTH**2 * 4
 """Parameters, gradients and two states of AdamW, of four bytes each."""
 
 ALLOWED_BYTES = STATE_BYTES // 4
-"""What a process may use beyond its imports."""
+"""Memory that a process may use in addition to its imports."""
 
 PHASES = ("fit", "resume", "predict")
 WORKER_IMPORTS = "import torch._dynamo, strategies.pipeline.worker.process"
@@ -60,19 +60,19 @@ class Net(LightningModule):
 
 
 def used_bytes() -> int:
-    """What of ``RLIMIT_DATA`` this process uses."""
+    """Return the memory of this process that counts towards ``RLIMIT_DATA``."""
     return int(psutil.Process().memory_info().data)
 
 
 def used_by_imports(statement: str) -> int:
-    """What of ``RLIMIT_DATA`` a new process uses that has executed an import statement."""
+    """Return the memory that counts towards ``RLIMIT_DATA`` in a new process after an import statement."""
     code = f"{statement}\nimport psutil\nprint(psutil.Process().memory_info().data)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return int(done.stdout)
 
 
 class Limits(Callback):
-    """Sets the limit of the workers, which inherit it, and then that of the driver; shows what each process uses.
+    """Sets the limit of the workers, which inherit it, and then the limit of the driver; prints each process's memory.
 
     Args:
         own_bytes: The limit of this process.
@@ -94,18 +94,18 @@ class Limits(Callback):
     def on_train_batch_end(self, trainer: Any, model: Any, outputs: Any, *args: Any) -> None:
         used = [f"{(used_bytes() - self._own + ALLOWED_BYTES) / MEBI:.0f}"]
         for process in psutil.Process().children(recursive=True):
-            if "worker" in process.cmdline():  # not their parent, the fork server, nor its successor
+            if "worker" in process.cmdline():  # neither the fork server, their parent, nor its successor
                 used.append(f"{(process.memory_info().data - self._workers + ALLOWED_BYTES) / MEBI:.0f}")
         print(f"step {trainer.global_step}: loss {outputs['loss']:.4f}; MiB beyond imports: {', '.join(used)}")
 
 
 def limit(size_bytes: int) -> None:
-    """Limits the memory of this process, and of the processes that it starts."""
+    """Limit the memory of this process, and of the processes that it starts."""
     resource.setrlimit(resource.RLIMIT_DATA, (size_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
 def run(phase: str, folder: str, *, one_process: bool) -> None:
-    """Trains, resumes or predicts, in this process and in those that it starts."""
+    """Trains, resumes or predicts, in this process and in the processes that it starts."""
     torch.set_num_threads(1)
     own = used_bytes() + ALLOWED_BYTES
     limits = Limits(own, own if one_process else used_by_imports(WORKER_IMPORTS) + ALLOWED_BYTES)

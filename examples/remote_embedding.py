@@ -47,7 +47,7 @@ class Settings:
 
 
 class Model(nn.Module):
-    """Predicts the next character from the last ``CONTEXT`` ones: maps tokens `[batch, CONTEXT]` to logits."""
+    """Predicts the next character from the last ``CONTEXT`` characters: maps tokens `[batch, CONTEXT]` to logits."""
 
     def __init__(self, table: nn.Module, trunk: nn.Module) -> None:
         super().__init__()
@@ -58,14 +58,14 @@ class Model(nn.Module):
 
 
 def initial(settings: Settings) -> Model:
-    """Returns the model in one process, with the same weights at each call."""
+    """Return the model in one process, with the same weights at each call."""
     torch.manual_seed(0)
     trunk = nn.Sequential(nn.Linear(CONTEXT * WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, CHARACTERS))
     return Model(nn.Embedding(CHARACTERS, WIDTH), trunk).to(settings.dtype)
 
 
 def batches(text: Tensor, steps: int, rank: int, num_shares: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields one trainer's share of each batch: contexts and next characters. All trainers draw the same batches."""
+    """Yield contexts and next characters: one trainer's share of each batch. All trainers draw the same batches."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
         starts = torch.randint(len(text) - CONTEXT, (BATCH,), generator=generator)[rank::num_shares]
@@ -74,13 +74,13 @@ def batches(text: Tensor, steps: int, rank: int, num_shares: int) -> Iterator[tu
 
 
 def train(model: nn.Module, optimizers: Sequence[Optimizer], data: Iterator[tuple[Tensor, Tensor]]) -> list[float]:
-    """Runs an ordinary training loop, which does not depend on where the table is. Returns the loss of each step."""
+    """Run an ordinary training loop, which does not depend on where the table is; return the loss of each step."""
     losses = []
     for tokens, targets in data:
         for optimizer in optimizers:
             optimizer.zero_grad()
         loss = cross_entropy(model(tokens), targets)
-        loss.backward()  # DDP averages the gradients of the trunk, the worker averages those of the table
+        loss.backward()  # DDP averages the gradients of the trunk; the worker averages the gradients of the table
         for optimizer in optimizers:
             optimizer.step()
         losses.append(loss.item())
@@ -104,7 +104,7 @@ def train_share(rank: int, table: RemoteModule, text: Tensor, settings: Settings
 
 
 def program(rank: int, num_processes: int, text: Tensor, settings: Settings, folder: str) -> None:
-    """Runs in each process; all processes except the first only serve RPC calls until the first one has finished."""
+    """Runs in each process; all processes except the first only serve RPC calls until the first has finished."""
     with remote_procedure_calls(NAMES[rank], rank, num_processes):
         if rank != 0:
             return
@@ -117,7 +117,7 @@ def program(rank: int, num_processes: int, text: Tensor, settings: Settings, fol
 
 
 def train_in_one_process(text: Tensor, settings: Settings) -> tuple[Model, list[float]]:
-    """Trains the same model on the same batches in this process."""
+    """Train the same model on the same batches in this process."""
     model = initial(settings)
     optimizers = [
         getattr(torch.optim, settings.table_optimizer)(model.table.parameters(), lr=settings.table_lr),
@@ -127,11 +127,11 @@ def train_in_one_process(text: Tensor, settings: Settings) -> tuple[Model, list[
 
 
 def compare(text: Tensor, settings: Settings) -> tuple[Model, list[float], float]:
-    """Trains in three processes and in one.
+    """Train in three processes and in one.
 
     Returns:
-        The model of the three processes, the loss of each of its steps, and the largest difference between a parameter
-        or loss of the three processes and that of one process.
+        The model of the three processes, the loss of each of its steps, and the largest difference in a parameter or a
+        loss between the three processes and one process.
     """
     with tempfile.TemporaryDirectory(prefix="relay-basics-") as folder:
         launch(program, len(NAMES), text, settings, folder)

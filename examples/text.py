@@ -12,24 +12,24 @@ VOCABULARY_SIZE = 128  # all ASCII codes, so that a model can generate text with
 
 
 def encode(text: str) -> Tensor:
-    """Returns the tokens of a text, `[characters]`; a character that is not ASCII becomes `?`."""
+    """Return the tokens of a text, `[characters]`; a character that is not ASCII becomes `?`."""
     codes = numpy.frombuffer(text.encode("ascii", errors="replace"), dtype=numpy.uint8)
     return torch.from_numpy(codes.astype(numpy.int64))
 
 
 def decode(tokens: Tensor) -> str:
-    """Returns the text of tokens `[characters]`, the inverse of `encode`."""
+    """Return the text of tokens `[characters]`, the inverse of `encode`."""
     return bytes(tokens.tolist()).decode("ascii")
 
 
 def python_documentation() -> str:
-    """Returns the topics of `help()` without repeated paragraphs, which could be in training and validation data."""
+    """Return the topics of `help()` without repeated paragraphs, which could be in training and validation data."""
     paragraphs = "\n\n".join(topics[name] for name in sorted(topics)).split("\n\n")
     return "\n\n".join(dict.fromkeys(paragraphs))
 
 
 def unigram_loss(train: Tensor, validation: Tensor) -> float:
-    """Returns the loss, in nats per character, of predicting `validation` from the character frequencies of `train`.
+    """Return the loss, in nats per character, of predicting `validation` from the character frequencies of `train`.
 
     Each count is increased by one, so that a character that does not occur in `train` has a finite loss.
     """

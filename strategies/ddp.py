@@ -1,4 +1,4 @@
-"""Data parallelism: Lightning's ``DDPStrategy`` with communication hooks by name, which also work on gloo."""
+"""Data parallelism: Lightning's ``DDPStrategy`` with communication hooks that have names and also work on gloo."""
 
 import inspect
 from collections.abc import Callable
@@ -13,9 +13,9 @@ from strategies.base import StrategyPlugin
 from strategies.common.names import did_you_mean
 from strategies.lightning.compat import MisconfigurationException, backend_of, pl, register_ddp_comm_hook
 
-# The communication hooks, and the backends on which each works. For gloo this was measured (torch 2.13: fp16 halves the
-# traffic with a relative error of 5e-4 per gradient, and torch refuses bf16); for NCCL it is taken from torch's
-# documentation.
+# The communication hooks, and the backends on which each works. The entries for gloo were measured: with torch 2.13,
+# fp16 halves the traffic with a relative error of 5e-4 per gradient, and torch refuses bf16. The entries for NCCL come
+# from torch's documentation.
 _HOOKS: dict[str, Callable[..., Any] | None] = {
     "none": None,
     "fp16_compress": default_hooks.fp16_compress_hook,
@@ -32,36 +32,36 @@ _POWERSGD_START = 1000  # torch's own default
 class DDPStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
     """Keeps one copy of the model in each process and averages gradients during the backward pass.
 
-    The points of the contract (:class:`~strategies.base.StrategyPlugin`):
+    The methods of the contract (:class:`~strategies.base.StrategyPlugin`):
 
     * ``setup_environment`` joins the process group, and makes every rank end with rank 0.
     * ``setup`` wraps the model into ``DistributedDataParallel`` and registers the communication hook.
     * ``barrier`` waits for all ranks.
     * ``pre_backward`` prepares the reducer under manual optimization.
     * ``post_optimizer_step`` does nothing, because every rank has made the same step.
-    * ``save_checkpoint`` writes from rank 0, which has the same state as the others.
+    * ``save_checkpoint`` writes from rank 0, which has the same state as every other rank.
     * ``teardown`` unwraps the model.
 
     Args:
-        comm_hook: How gradients are sent: ``"none"`` (default; unchanged), ``"fp16_compress"`` or ``"bf16_compress"``
-            (half the bytes of float32; the second not on gloo), or ``"powersgd"`` (low-rank approximation with error
-            feedback; Vogels et al., arXiv:1905.13727).
+        comm_hook: How gradients are sent. ``"none"`` (default) sends them unchanged. ``"fp16_compress"`` and
+            ``"bf16_compress"`` send half the bytes of float32; the second does not work on gloo. ``"powersgd"`` sends a
+            low-rank approximation with error feedback (Vogels et al., arXiv:1905.13727).
         powersgd_rank: Rank of PowerSGD's approximation, at least 1. Default: 1.
-        powersgd_start_step: Number of first steps, at least 2, in which PowerSGD sends gradients uncompressed.
+        powersgd_start_step: Number of initial steps, at least 2, in which PowerSGD sends gradients uncompressed.
             Default: 1000.
-        async_save: If ``True``, training goes on while a checkpoint is written from a copy in host memory. Default:
+        async_save: If ``True``, training continues while a checkpoint is written from a copy in host memory. Default:
             ``False``.
         **kwargs: Other arguments of Lightning's ``DDPStrategy``, such as ``process_group_backend``, and of
             ``DistributedDataParallel``, such as ``find_unused_parameters``.
 
     Raises:
-        TypeError: If neither Lightning's ``DDPStrategy`` nor ``DistributedDataParallel`` has such a keyword.
-        ValueError: If ``comm_hook`` is unknown, or settings of PowerSGD are out of range or given without it.
+        TypeError: If neither Lightning's ``DDPStrategy`` nor ``DistributedDataParallel`` has a keyword of this name.
+        ValueError: If ``comm_hook`` is unknown, or if settings of PowerSGD are out of range or given without PowerSGD.
         MisconfigurationException: When the Trainer is built, if the backend does not support the hook.
     """
 
     is_distributed = True
-    """Whether samplers divide the data; Lightning's own attribute warns that it is deprecated."""
+    """Whether samplers divide the data. Overridden because Lightning's attribute warns that it is deprecated."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class DDPStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
                 )
 
     def _register_ddp_hooks(self) -> None:
-        # Lightning registers hooks on CUDA only, and ignores the user's ddp_comm_hook on CPU without a message.
+        # Lightning registers hooks on CUDA only, and silently ignores the user's ddp_comm_hook on CPU.
         assert isinstance(self.model, DistributedDataParallel)
         hook, state = _HOOKS[self.comm_hook] or self._ddp_comm_hook, self._ddp_comm_state
         if self.comm_hook == "powersgd":
@@ -142,7 +142,7 @@ class DDPStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
 
 
 def _check_keywords(keywords: dict[str, Any]) -> None:
-    """Refuse unknown keywords before the launch; Lightning passes them on to ``DistributedDataParallel`` after it."""
+    """Refuse unknown keywords before the launch; Lightning passes them to ``DistributedDataParallel`` after it."""
     own = inspect.signature(DDPStrategy).parameters
     lightnings = inspect.signature(pl.strategies.DDPStrategy).parameters
     torchs = set(inspect.signature(DistributedDataParallel).parameters) - {"module", "device_ids"}

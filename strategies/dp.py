@@ -26,9 +26,9 @@ from strategies.lightning.launch.environment import is_external
 
 
 class DataParallelStrategy(StrategyPlugin, ParallelStrategy):
-    """Runs each step of the model on all GPUs of this process, each with a share of the rows of the batch.
+    """Runs each step of the model on all GPUs of this process; each GPU gets some rows of the batch.
 
-    The points of the contract (:class:`~strategies.base.StrategyPlugin`):
+    The methods of the contract (:class:`~strategies.base.StrategyPlugin`):
 
     * ``setup_environment`` starts nothing.
     * ``setup`` moves the model to the first GPU, from which ``DataParallel`` copies it for each step.
@@ -37,16 +37,16 @@ class DataParallelStrategy(StrategyPlugin, ParallelStrategy):
     * ``save_checkpoint`` writes the state of this process.
     * ``teardown`` removes the wrapper.
 
-    Losses, logged values and other scalars of a step become means over the replicas, weighted by rows; tensors with one
+    Losses, logged values and other scalars of a step become means over the replicas, weighted by rows. Tensors with one
     row per sample are concatenated. A batch consists of tensors, tuples, lists and dicts. Attributes that a step sets
-    on ``self`` are lost with its replica.
+    on ``self`` are lost, because ``self`` is a replica that exists for this step only.
 
     Args:
-        parallel_devices: The GPUs; by default those of the Trainer.
+        parallel_devices: The GPUs; by default, the GPUs of the Trainer.
 
     Raises:
-        MisconfigurationException: When the Trainer is built, if there are not several GPUs; at the start of ``fit``,
-            for manual optimization, and for torchmetrics in the model, whose states are on one GPU.
+        MisconfigurationException: When the Trainer is built, if there are fewer than two GPUs. At the start of ``fit``,
+            if optimization is manual or the model contains torchmetrics, whose states are on one GPU.
     """
 
     def __init__(self, parallel_devices: list[torch.device] | None = None) -> None:
@@ -64,7 +64,7 @@ class DataParallelStrategy(StrategyPlugin, ParallelStrategy):
 
     @property
     def root_device(self) -> torch.device:
-        """The GPU that holds the model, and on which gradients are added."""
+        """The GPU that holds the model and sums the gradients."""
         assert self.parallel_devices
         return self.parallel_devices[0]
 
@@ -87,7 +87,7 @@ class DataParallelStrategy(StrategyPlugin, ParallelStrategy):
             )
 
     def setup_environment(self) -> None:
-        """Do nothing but what Lightning does: no process is started."""
+        """Set up what Lightning sets up; no process is started."""
         super().setup_environment()
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -146,7 +146,7 @@ class DataParallelStrategy(StrategyPlugin, ParallelStrategy):
         ran = self._replicas(name, autocast, *args, **kwargs)
         parts: list[ReplicaResult] = (
             ran if isinstance(ran, list) else [ran]
-        )  # a batch may have rows for one device only
+        )  # a small batch may have rows for one device only
         rows = [part.rows for part in parts]
         for logged in zip(*(part.logged for part in parts), strict=True):
             (label, _, options), *_ = logged
@@ -166,7 +166,7 @@ class DataParallelStrategy(StrategyPlugin, ParallelStrategy):
         return obj
 
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the tensor itself: it is the value of all replicas already."""
+        """Return the tensor itself, which already combines all replicas."""
         return tensor
 
 
@@ -186,7 +186,7 @@ class ReplicaResult:
 
 
 class _StepModule(nn.Module):
-    """The module of which ``DataParallel`` makes replicas; it calls a step of the model."""
+    """The module that ``DataParallel`` replicates; it calls a step of the model."""
 
     def __init__(self, model: pl.LightningModule) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ class _StepModule(nn.Module):
         device = tensors[0].device
         logged: list[tuple[str, Any, dict[str, Any]]] = []
         set_device(self.model, device)
-        # DataParallel calls this on a new thread, which has autocast's defaults.
+        # DataParallel calls this on a new thread, which starts with autocast's defaults.
         with ExitStack() as ending, torch.autocast(device.type, dtype=autocast[1], enabled=autocast[0]):
             ending.callback(collect_logs(self.model, lambda: lambda *call: logged.append(call)))
             output = getattr(self.model, name)(*args, **kwargs)
@@ -210,7 +210,7 @@ class _StepModule(nn.Module):
 
 
 class _Replicas(DataParallel):
-    """Returns the result of each replica instead of gathering them."""
+    """Returns the results of the replicas as a list instead of gathering them into one."""
 
     def gather(self, outputs: Any, output_device: Any) -> list[ReplicaResult]:
         return list(outputs)
@@ -225,8 +225,8 @@ def merged(values: Sequence[Any], rows: Sequence[int], device: torch.device) -> 
         device: The device of the combined result.
 
     Returns:
-        The same structure with the means of scalars and numbers, weighted by rows, the concatenation of other tensors,
-        and the first replica's other objects.
+        The same structure. It contains the means of scalars and numbers, weighted by rows, the concatenation of all
+        other tensors, and the first replica's objects of any other type.
 
     Raises:
         ValueError: If the structures differ.

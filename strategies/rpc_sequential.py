@@ -84,74 +84,78 @@ FEATURES: Sequence[KindOfFeature] = (
     WeightAverages,
     ImportedIfAskedFor("strategies.planning.rebalancing", "Rebalancing", ("rebalance",)),
 )
-"""What a pipeline can do besides training, in the order in which each has its turn. A feature is its file and its line
-here."""
+"""What a pipeline can do besides training, in the order in which the strategy calls the features.
+
+To add or remove a feature, add or remove its file and its line here.
+"""
 
 INTRINSIC_OPTIONS = (
     *("balance", "module", "microbatches", "checkpoint", "schedule", "rpc_timeout_sec", "data_plane"),
     *("state_dict_type", "async_save", "gather_on_end"),
 )
-"""The options that have an effect without any of these features."""
+"""The options that take effect without any of these features."""
 
 
 class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
-    """Divides the layers of a model into stages and trains each stage in a process of its own.
+    """Splits the layers of a model into stages and trains each stage in a separate process.
 
-    The process that runs the script is the driver: it runs Lightning's loop, the loss and the last stage. The other
-    stages run in worker processes, which the driver starts and which run nothing of the script. Under torchrun or SLURM
-    the workers are the other ranks, which leave the script at the first ``fit``. The Trainer's ``devices`` times
-    ``num_nodes`` is the number of stages times the number of replicas.
+    The process that runs the script is the driver: it runs Lightning's loop, the loss and the last stage. The driver
+    starts one worker process for each other stage; workers do not run the script. Under torchrun or SLURM, the other
+    ranks are the workers, and they leave the script at the first ``fit``. The Trainer's ``devices`` times ``num_nodes``
+    is the number of stages times the number of replicas.
 
-    The points of the contract (:class:`~strategies.base.StrategyPlugin`):
+    The methods of the contract (:class:`~strategies.base.StrategyPlugin`):
 
     * ``setup_environment`` connects the replicas.
-    * ``setup`` checks model and settings, runs ``configure_optimizers`` on the whole model, starts the workers, and
-      sends them their layers and the user's optimizers, restricted to their parameters.
+    * ``setup`` checks the model and the settings, runs ``configure_optimizers`` on the whole model and starts the
+      workers. It sends each worker its layers and the user's optimizers, restricted to the parameters of these layers.
     * ``barrier`` waits for the other replicas.
-    * ``pre_backward`` does nothing: the backward pass of the loss runs those of all stages, or releases the gradients
-      that they have computed. After it the replicas average their gradients.
-    * ``post_optimizer_step`` sends new values to the other replicas if they divide the steps; workers step within the
-      optimizer's own step.
+    * ``pre_backward`` does nothing. The backward pass of the loss runs the backward passes of all stages, or releases
+      the gradients that the stages have already computed. The replicas then average their gradients.
+    * ``post_optimizer_step`` sends the new values to the other replicas if ``shard_optimizer_states`` is set. The
+      workers step while the optimizer steps on the driver.
     * ``save_checkpoint`` writes what Lightning gathered through ``state_dict`` and ``optimizer_state``.
     * ``teardown`` returns weights and optimizer states to the user's objects and ends the workers.
 
-    ``schedule="auto"`` measures, before the first ``fit``, the forward and backward passes of every layer, what the
-    driver runs outside the layers, the transfer between two processes, and a step of AdamW, which stands for that of
-    the model's optimizer. It searches schedule, balance and order of passes on a simulator. It takes the model's
-    ``example_input_array`` for a batch (see ``balance``). One line says what was chosen and why. The choice is
-    kept for later runs, stored in checkpoints and used again on resuming.
+    Before the first ``fit``, ``schedule="auto"`` measures the forward and backward passes of every layer, the code that
+    the driver runs outside the layers, and the transfer between two processes. It also measures a step of AdamW, in
+    place of the model's optimizer. It then searches for a schedule, a balance and an order of passes with a simulator.
+    It uses the model's ``example_input_array`` as the batch (see ``balance``). It logs one line that states the choice
+    and the reason. The strategy keeps the choice for later runs, stores it in checkpoints and uses it again when
+    training resumes.
 
     Args:
-        balance: Number of layers of each stage, or a way to find the numbers: ``"by_size"`` (default; bytes of
-            parameters and activations), ``"by_time"`` (measured time of forward and backward passes), or ``"even"`` for
-            equal numbers. The first two give the exact optimum for the measured costs, with no empty stage. Both
-            measure each layer and, as a cost of the last stage, what the driver runs outside the layers (embedding,
-            norm, head, logits; the loss if ``forward`` returns it). Under ``schedule="gpipe"``, the time of that part
-            does not count, because the stages wait while it runs. Both use the model's ``example_input_array``. Without
-            it, a model of Hugging Face is measured on an input made from its configuration. For other models only the
-            parameters count then, and all layers must have the same class and shapes. After ``setup`` the attribute
-            ``balance`` is the list in use. If stages have several chunks of layers, it has one number for each chunk,
-            in the order of the layers.
-        microbatches: Number of parts into which each batch is split; the stages work on different parts at the same
-            time. More parts shorten the time for which stages are idle, but each part must be large enough to be
-            computed efficiently. The number of rows need not be divisible by it. Default: 8. ``"auto"``, under
-            ``schedule="auto"`` only: the number with which a batch takes least time. Tensors, dicts, dataclasses and
-            lists are split along the rows; if the model has a method ``split_batch(batch, num_microbatches)``, that
-            is called instead.
+        balance: Number of layers of each stage, or how to find these numbers. ``"by_size"`` (default) balances the
+            bytes of parameters and activations, ``"by_time"`` the measured time of forward and backward passes, and
+            ``"even"`` gives equal numbers. The first two give the exact optimum for the measured costs, with no empty
+            stage. Both measure each layer. They also measure what the driver runs outside the layers (embedding, norm,
+            head, logits; the loss if ``forward`` returns it) and add this to the cost of the last stage. Under
+            ``schedule="gpipe"``, the time of that part does not count, because the stages wait while it runs. Both use
+            the model's ``example_input_array``. Without it, a Hugging Face model is measured on an input built from its
+            configuration. For any other model without it, only the parameters count, and all layers must have the same
+            class and shapes. After ``setup``, the attribute ``balance`` is the list in use. If stages have several
+            chunks of layers, the list has one number for each chunk, in the order of the layers.
+        microbatches: Number of parts into which each batch is split. The stages work on different parts at the same
+            time. More parts reduce the idle time of the stages, but each part must be large enough to be computed
+            efficiently. The number of rows need not be divisible by it. ``"auto"``, under ``schedule="auto"`` only,
+            chooses the number that minimises the time of a batch. Tensors, dicts, dataclasses and lists are split along
+            the rows. If the model has a method ``split_batch(batch, num_microbatches)``, the strategy calls it instead.
+            Default: 8.
         checkpoint: Which micro-batches are recomputed in the backward pass instead of keeping their activations:
             ``"always"``, ``"except_last"`` (default; all but the last) or ``"never"`` (fastest, if memory allows).
             Under the first two, gradient checkpointing of a Hugging Face model is off in the blocks during ``fit``,
-            because the stages recompute them; under ``"never"`` it stays on.
-        schedule: Order of the passes; with options, a :class:`~strategies.lightning.options.Schedule`, such as
-            ``Schedule("interleaved", chunks=2)``. Under ``"gpipe"`` (default), all forward passes precede all backward
-            passes, and ``training_step`` runs once for the batch, so it may compute any loss over the batch. Under all
-            other schedules, ``training_step`` runs once per micro-batch and is suspended where it calls the pipelined
-            module, and its results are means weighted by ``loss_weight``. They need less memory or time:
+            because the stages recompute the blocks. Under ``"never"`` it stays on.
+        schedule: Order of the passes. To set its options, pass a :class:`~strategies.lightning.options.Schedule`, such
+            as ``Schedule("interleaved", chunks=2)``. Under ``"gpipe"`` (default), all forward passes precede all
+            backward passes. ``training_step`` runs once for the batch, so it may compute any loss over the batch. Under
+            all other schedules, ``training_step`` runs once per micro-batch and is suspended where it calls the
+            pipelined module. Its results are averaged with the weights that ``loss_weight`` selects. These schedules
+            need less memory or time:
 
             * ``"1f1b"``: each backward pass as early as possible. The first stage keeps the activations of as many
               micro-batches as there are stages.
             * ``"interleaved"``: 1F1B with several chunks of layers per stage. The stages are idle for less time at the
-              start and at the end of a batch, and send more.
+              start and at the end of a batch, but they communicate more.
             * ``"zb-h1"``: 1F1B in which the weight gradients of linear layers, attention, convolutions and embeddings
               wait until a stage would be idle.
             * ``"zbv"``: ``"zb-h1"`` with two chunks per stage; the driver has the first and the last chunk.
@@ -161,67 +165,70 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             * A custom table: the path of a CSV file in the format of ``torch.distributed.pipelining``, or a function
               ``(processes, microbatches) -> table``; see
               :func:`~strategies.pipeline.schedule.custom.custom_table`.
-        rpc_timeout_sec: Seconds for which a process may be idle while another process waits for it. After that it is
-            declared hung and ended, and the error contains its Python stack. A process that computes may take ten
-            times as long. Default: 60.
-        data_plane: How stages exchange activations and gradients. ``"auto"`` (default) is ``"gloo"``: through the
-            memory of the hosts. ``"nccl"``: from GPU to GPU, if no two stages share a GPU; it has never run
-            (``docs/gpu.md``), so it is never chosen automatically. For tests on CPUs, ``"simulated"`` runs the code of
-            ``"nccl"`` by the rules of NCCL and reports tensors that are changed while they are being sent;
+        rpc_timeout_sec: Seconds for which a process may be idle while another process waits for it. After that, the
+            process is declared hung and ended, and the error contains its Python stack. A process that computes may
+            take ten times as long. Default: 60.
+        data_plane: How stages exchange activations and gradients. ``"auto"`` (default) selects ``"gloo"``, which
+            transfers them through host memory. ``"nccl"`` transfers them from GPU to GPU, if no two stages share a GPU.
+            It has never run (``docs/gpu.md``), so ``"auto"`` never selects it. For tests on CPUs, ``"simulated"`` runs
+            the code of ``"nccl"`` under the rules of NCCL and reports tensors that change during a transfer.
             ``"simulated-serial"`` does the same on devices that run one operation at a time.
         deferred_batch_norm: If ``True``, the running statistics of BatchNorm layers are updated once per batch from all
-            of its rows; otherwise once per micro-batch. In both cases BatchNorm normalises each micro-batch by its
-            own statistics. Default: ``False``.
-        module: Dotted path of the ``nn.Sequential`` or ``nn.ModuleList`` in the model. ``None`` (default) finds it:
-            ``sequential_module``, else the list of blocks of a Hugging Face model, else the only ``nn.ModuleList`` with
-            at least one layer per stage, else the only such ``nn.Sequential``. The blocks of an ``nn.ModuleList`` are
-            called by the model's own ``forward``, which runs on the driver.
-        loss_weight: How much each micro-batch counts in losses, gradients, logged and returned means, where
-            ``training_step`` runs once per micro-batch. ``"rows"`` (default): by its number of rows, for a loss that is
-            a mean over rows; accumulated batches and replicas count the same, as in Lightning. ``"tokens"``: by its
-            number of labels other than -100, for a loss that is a mean over these; accumulated batches and replicas
-            count by their tokens too. The labels are the micro-batch's entry or attribute ``"shift_labels"``, or else
-            ``"labels"``, without the first of each row if the model contains a Hugging Face model whose loss shifts
-            them. If the model has a method ``microbatch_weight(microbatch) -> float``, the weights that it returns are
-            used like numbers of tokens, whatever ``loss_weight`` is. See ``docs/inputs.md``.
+            of its rows; otherwise once per micro-batch. In both cases BatchNorm normalises each micro-batch with the
+            statistics of this micro-batch. Default: ``False``.
+        module: Dotted path of the ``nn.Sequential`` or ``nn.ModuleList`` in the model. ``None`` (default) finds it. The
+            first choice is ``sequential_module``, the second is the list of blocks of a Hugging Face model. The third
+            is the only ``nn.ModuleList`` with at least one layer per stage, and the last is the only such
+            ``nn.Sequential``. The model's own ``forward``, which runs on the driver, calls the blocks of an
+            ``nn.ModuleList``.
+        loss_weight: Weight of each micro-batch in losses, gradients and means (logged or returned), where
+            ``training_step`` runs once per micro-batch. ``"rows"`` (default) uses its number of rows, for a loss that
+            is a mean over rows. Accumulated batches and replicas then all have the same weight, as in Lightning.
+            ``"tokens"`` uses its number of labels other than -100, for a loss that is a mean over these labels.
+            Accumulated batches and replicas are then weighted by their tokens too. The labels are the micro-batch's
+            entry or attribute ``"shift_labels"``, or else ``"labels"``. The first label of each row does not count in
+            ``"labels"`` if the model contains a Hugging Face model whose loss shifts the labels. If the model has a
+            method ``microbatch_weight(microbatch) -> float``, its return values replace the numbers of tokens, whatever
+            ``loss_weight`` is. See ``docs/inputs.md``.
         data_parallel_size: Number of replicas of the pipeline, each with ``devices / data_parallel_size`` stages and
             its share of the data. Each stage averages its gradients with the same stage of the other replicas.
             Default: 1.
-        shard_optimizer_states: If ``True``, the replicas of a stage divide its optimizer states and steps among them
-            (ZeRO stage 1). After a step, each replica sends its new values to the other replicas. Default: ``False``.
-        state_dict_type: ``"full"`` (default): a checkpoint is one file, which the driver writes as it receives tensor
-            after tensor. ``"sharded"``: a checkpoint is a directory into which every stage writes its own part;
-            ``python -m strategies.checkpoint.consolidate`` turns it into one file.
-        async_save: If ``True``, training goes on while a checkpoint is written from a copy in host memory. Default:
+        shard_optimizer_states: If ``True``, the replicas of a stage divide its optimizer states and steps among
+            themselves (ZeRO stage 1). After a step, each replica sends its new values to the other replicas. Default:
             ``False``.
-        max_restarts: How many lost workers one ``fit``, ``validate``, ``test`` or ``predict`` may repair. When a worker
-            has died or hung, new workers take over from the last snapshot, and the driver sends them again what it has
-            sent since then. The script runs on, with the results of an undisturbed run. For pipelines on CPUs of one
-            host under Linux; see ``docs/lost_workers.md``. Default: 0, one error ends the run.
-        snapshot_every_n_steps: With ``max_restarts``, the number of optimizer steps after which every worker copies its
-            part of the model and of the optimizer states into memory that outlives it. After a loss, new workers
-            repeat the computation since the last copy. Default: 1.
+        state_dict_type: Form of a checkpoint. ``"full"`` (default) is one file, which the driver writes while it
+            receives the tensors one by one. ``"sharded"`` is a directory into which every stage writes its own part;
+            ``python -m strategies.checkpoint.consolidate`` turns it into one file.
+        async_save: If ``True``, training continues while a checkpoint is written from a copy in host memory. Default:
+            ``False``.
+        max_restarts: How many times one ``fit``, ``validate``, ``test`` or ``predict`` may replace lost workers. When a
+            worker dies or hangs, new workers start from the last snapshot, and the driver sends them again everything
+            that it has sent since then. The script continues, and its results equal those of an undisturbed run. For
+            pipelines on CPUs of one Linux host; see ``docs/lost_workers.md``. Default: 0, the first error ends the run.
+        snapshot_every_n_steps: With ``max_restarts``, the number of optimizer steps after which every worker takes a
+            snapshot: it copies its part of the model and of the optimizer states into memory that outlives it. When a
+            worker is lost, new workers repeat the computation since the last snapshot. Default: 1.
         verify_every_n_steps: The workers compute every n-th optimizer step a second time, from a copy of the state
-            before it. If a value or a weight differs in one bit, an error names the stage: a layer is not
-            deterministic, or a core or its memory is faulty. The driver's own layers are not verified. For the same
+            before it. If a value or a weight differs in a single bit, an error names the stage: a layer is not
+            deterministic, or a core or its memory is faulty. The driver's layers are not verified. For the same
             pipelines as ``max_restarts``; see ``docs/lost_workers.md``. Default: 0, no step is verified.
-        rebalance: ``"auto"``: at the end of each training epoch, layers may move to other stages. They move if recorded
-            steps predict that this saves a tenth of the time of the passes, such as when the process of a stage has
-            become slow. A :class:`~strategies.lightning.options.Rebalance` says when and from which share on, such as
-            ``Rebalance(every_n_steps=100)``. Losses and weights are those of a run without it. For one pipeline whose
-            workers the strategy starts, on CPUs; see ``docs/monitor.md``. Default: ``None``.
-        gather_on_end: Whether weights and optimizer states of all stages come back to the driver when a run ends.
-            ``None`` (default): unless the model was built without memory, in ``configure_model`` or
-            ``trainer.init_module()``, so that the driver need not hold it. Values that have not come back are only in
-            the checkpoints of the run, and reading such a weight raises an error that says so.
+        rebalance: ``"auto"`` allows layers to move to other stages at the end of each training epoch. They move if
+            recorded steps predict that this saves a tenth of the time of the passes, for example after the process of a
+            stage has become slow. A :class:`~strategies.lightning.options.Rebalance` sets the interval and the share of
+            time, such as ``Rebalance(every_n_steps=100)``. Losses and weights equal those of a run without it. For one
+            pipeline whose workers the strategy starts, on CPUs; see ``docs/monitor.md``. Default: ``None``.
+        gather_on_end: Whether the weights and optimizer states of all stages return to the driver when a run ends.
+            ``None`` (default): they return unless the model was built without memory, in ``configure_model`` or
+            ``trainer.init_module()``, because the driver may be unable to hold it. Values that have not returned exist
+            only in the checkpoints of the run, and reading such a weight raises an error that says so.
         accelerator: As in Lightning's strategies; set by the Trainer by default.
         parallel_devices: The devices of this host; set by the Trainer by default.
-        cluster_environment: Tells rank and address of each process; found by the Trainer by default.
-        checkpoint_io: Writes and reads files; by default one that replaces files atomically.
+        cluster_environment: Provides the rank and the address of each process; found by the Trainer by default.
+        checkpoint_io: Writes and reads files; by default, it replaces files atomically.
         precision_plugin: Precision of the training; set by the Trainer by default.
 
     Raises:
-        MisconfigurationException: If a setting has another type or value than listed above.
+        MisconfigurationException: If an argument has a type or value that is not listed above.
     """
 
     def __init__(
@@ -281,7 +288,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             self._construction,
             *features_of(FEATURES, self.options, INTRINSIC_OPTIONS, defaults),
         ]
-        """What a run can do besides training. More can be added before the first run; see CONTRIBUTING.md."""
+        """What a run can do besides training. Features can be added before the first run; see CONTRIBUTING.md."""
         parallel = (accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         super().__init__(data_parallel_size, *parallel, replaces_workers=max_restarts > 0)
         self._timeout = timedelta(seconds=settings.patience_seconds)
@@ -299,10 +306,10 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Within this, a model is built without memory for its large tensors; each process builds those of its stage.
+        """Context in which a model is built without memory for its large tensors; each process builds its stage later.
 
-        The context of ``configure_model`` and of ``trainer.init_module()``. Values are the same as without it. Files
-        of ``safetensors`` that ``from_pretrained`` loads are read by these processes too.
+        Lightning enters it for ``configure_model`` and ``trainer.init_module()``. The values are the same as without
+        it. Each process also reads its part of the ``safetensors`` files that ``from_pretrained`` loads.
         """
         with super().tensor_init_context(empty_init), self._construction.recording():
             yield
@@ -310,14 +317,15 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
     def setup_environment(self) -> None:
         """Prepare the driver's device and connect the replicas; workers start in ``setup``, when the model is known.
 
-        The fork server starts here, unless layers will be timed: then it starts in ``setup``, when they have been.
+        The fork server starts here, unless the strategy times the layers. It then starts in ``setup``, after they have
+        been timed.
         """
         super().setup_environment()
         if not self.options.balances_by_time and not self.options.settings.is_auto:
             self._start_fork_server()
 
     def _start_fork_server(self) -> None:
-        """Start the process that forks the workers, if there is none: it imports torch while this one goes on."""
+        """Start the process that forks the workers, if there is none. It imports torch while this process continues."""
         if self.world is None and len(self.devices) > 1:
             fork_server(share_of_threads(len(self.stages_on_host())))
 
@@ -332,7 +340,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         schedules: Sequence[str] | None = None,
         memory_limit_bytes: int | None = None,
     ) -> "PlanTable":
-        """Predict time and memory of ways to run a model, without starting a process; see ``trainer.Trainer.plan``."""
+        """Predict time and memory of several ways to run a model, in this process; see ``trainer.Trainer.plan``."""
         from strategies.planning.plan import PipelineOptions, PlanChoices, plan_table
 
         limit = memory_limit_bytes if memory_limit_bytes is not None else self.options.order.memory_limit_bytes
@@ -343,11 +351,11 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
     # A run
 
     def setup(self, trainer: Trainer) -> None:
-        """Check everything, then start the workers and send them their stages.
+        """Check the model and the settings, then start the workers and send them their stages.
 
         Raises:
-            MisconfigurationException: If model, balance and devices do not fit together, if a stage cannot fit into
-                memory, or if the run needs something that a pipeline cannot do. No worker has been started then.
+            MisconfigurationException: If model, balance and devices do not fit together, if a stage does not fit into
+                memory, or if the run needs something that a pipeline cannot do. It is raised before a worker starts.
         """
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
@@ -375,7 +383,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         self._end_by(run.states.check_before_loading())
 
     def _prepared(self, trainer: Trainer) -> Preparation:
-        """Find the part of the model that is pipelined."""
+        """Find the pipelined part of the model."""
         model, options = self.lightning_module, self.options
         assert model is not None and self.parallel_devices is not None
         path = self._division.find(model, len(self.devices))
@@ -385,10 +393,10 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         return Preparation(self, options, options.settings, trainer, model, module, path, gathers)
 
     def _divided(self, prepared: Preparation) -> tuple[Preparation, list[int], bool]:
-        """Convert the model to its precision, divide its layers, and build and move the driver's part to its device.
+        """Convert the model to its precision, divide its layers, build the driver's part and move it to its device.
 
         Returns:
-            The preparation with a schedule, the number of layers of each chunk, and whether the first stage has the
+            The preparation with its schedule, the number of layers of each chunk, and whether the first stage has the
             last layers.
         """
         model, module, construction = prepared.model, prepared.module, self._construction.construction
@@ -420,7 +428,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
     def _started(
         self, prepared: Preparation, balance: list[int], optimizers: Sequence[Optimizer], *, is_reversed: bool
     ) -> Pipeline:
-        """Start the workers, which get their stages."""
+        """Start the workers and send them their stages."""
         arguments = PipelineArguments()
         for feature in self.features:
             arguments.update(feature.arguments(prepared, optimizers))
@@ -444,10 +452,10 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         return pipeline
 
     def _check_memory(self, prepared: Preparation, pipeline: Pipeline) -> None:
-        """Check that every stage fits into memory, as long as all layers are in this process.
+        """Check that every stage fits into memory, while all layers are still in this process.
 
         Raises:
-            ValueError: If one does not.
+            ValueError: If a stage does not fit.
         """
         arguments, optimizers = MemoryArguments(), pipeline.optimizers.optimizers
         for feature in self.features:
@@ -456,7 +464,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         check_memory(placement, optimizers, communicators=pipeline.num_communicators, **arguments)
 
     def _training_step_of(self, prepared: Preparation, pipeline: Pipeline) -> TrainingStep:
-        """Return what runs ``training_step``: a feature, or Lightning's method for the whole batch."""
+        """Return the object that runs ``training_step``: that of a feature, or Lightning's method for whole batches."""
         for feature in self.features:
             if (step := feature.training_step(prepared, pipeline)) is not None:
                 return step
@@ -464,14 +472,14 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         return WholeBatch(prepared.model, pipeline, super().training_step)
 
     def _end_by(self, undo: Iterable[Undo]) -> None:
-        """Call functions when the run ends, the last one first, also those that precede an error of the iterable."""
+        """Call functions when the run ends, the last one first. They are called even if the iterable raises later."""
         for function in undo:
             self._ending.callback(function)
 
     def teardown(self) -> None:
         """Return weights and optimizer states to the user's objects, end the workers, and remove all hooks.
 
-        With ``gather_on_end=False``, what the workers hold is not returned.
+        With ``gather_on_end=False``, the values that the workers hold are not returned.
         """
         self._writer.settle()  # stages may be writing
         self._run = None
@@ -492,7 +500,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         """The present run, which exists from ``setup`` to ``teardown``.
 
         Raises:
-            RuntimeError: If there is none.
+            RuntimeError: If no run exists.
         """
         if self._run is None:
             raise RuntimeError("the pipeline is not running; this is possible only within fit")
@@ -500,34 +508,34 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
 
     @property
     def pipeline(self) -> Pipeline | None:
-        """The running pipeline; ``None`` outside of a run."""
+        """The running pipeline; ``None`` outside a run."""
         return None if self._run is None else self._run.pipeline
 
     @property
     def repairs(self) -> Sequence[Repair]:
-        """The repairs of lost workers in the present run, or in the last one if no run is under way."""
+        """The repairs of lost workers in the present run, or in the last run if none is under way."""
         return self._repairs
 
     # Layers that move
 
     @property
     def balance(self) -> Sequence[int] | Literal["even", "by_size", "by_time"]:
-        """The number of layers of each chunk that is in use; before the first run, as it was given."""
+        """The number of layers of each chunk that is in use; before the first run, the value that the user gave."""
         return self._division.balance
 
     def rebalance(self, balance: Sequence[int]) -> None:
-        """Move layers, with their optimizer states and gradients, so that stages have other numbers of layers.
+        """Move layers, with their optimizer states and gradients, to stages according to a new balance.
 
-        Possible within ``fit`` between two batches, such as in ``on_train_batch_end`` or ``on_train_epoch_end``. Losses
-        and weights are those of a run without it. The balance is kept for later runs of this strategy.
+        Call it within ``fit`` between two batches, such as in ``on_train_batch_end`` or ``on_train_epoch_end``. Losses
+        and weights equal those of a run without the call. Later runs of this strategy use the same balance.
 
         Args:
             balance: The number of layers of each stage (of each chunk, if stages have several).
 
         Raises:
             MisconfigurationException: If the numbers do not fit the layers, if a stage would not fit into memory, or if
-                layers cannot move in this run; it goes on with the balance that it had.
-            RuntimeError: If no training runs, or a batch is on its way through the pipeline.
+                layers cannot move in this run. The run continues with its previous balance.
+            RuntimeError: If no training runs, or a batch is passing through the pipeline.
         """
         if not self.run.is_fitting:
             raise RuntimeError("layers can move to other stages within fit only")
@@ -542,7 +550,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
     # Batches
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Tell the features that follow batches."""
+        """Tell the features that follow batches that a batch begins."""
         for function in self.run.before_batch:
             function(self.run)
 
@@ -576,18 +584,18 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             return super().predict_step(*args, **kwargs)
 
     def _evaluating(self) -> AbstractContextManager[None]:
-        """Return a context for a step of an evaluation; within ``fit``, the training steps are looked at."""
+        """Return the context of a step of an evaluation; within ``fit``, only training steps have a context."""
         return nullcontext() if self.run.is_fitting else self.run.pipeline.step()
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait for the other replicas. The stages of a replica need no barrier, because its driver calls them."""
+        """Wait for the other replicas. The workers of a replica need no barrier, because its driver calls them."""
         super().barrier(name)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Do nothing: the backward pass of the loss runs the backward pass of every stage."""
 
     def post_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Send new values to the other replicas, if they divide the steps; workers have stepped already."""
+        """Send new values to the other replicas, if the replicas divide the steps. The workers have already stepped."""
         if self._run is None:
             return
         self._run.pipeline.optimizers.after_step(optimizer)
@@ -600,9 +608,9 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
     # Checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The weights of every stage, on the first replica only, which writes.
+        """Return the weights of every stage on the first replica, which writes the checkpoint; else an empty dict.
 
-        Values of other stages are fetched when they are read or written. A step that is verified is verified before.
+        Values of other stages are fetched when they are read or written. A pending verification of a step runs first.
         """
         if self._run is not None:
             self._run.pipeline.verify()
@@ -611,7 +619,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         return super().lightning_module_state_dict() if self._run is None else self._run.states.weights()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state dict of an optimizer over all stages, as in one process; on the first replica only."""
+        """Return the state dict of an optimizer over all stages, as in one process, on the first replica only."""
         divides = self.options.shard_optimizer_states
         if not (self.is_global_zero or divides):
             return {}
@@ -630,8 +638,8 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
     ) -> None:
         """Write the checkpoint, for which Lightning has gathered the state of every stage.
 
-        What features need to go on, such as the position of the layers' random number generators, goes to the key
-        ``relay``, unless the checkpoint holds weights only.
+        The key ``relay`` holds what features need to resume, such as the position of the layers' random number
+        generators, unless the checkpoint holds weights only.
         """
         if "optimizer_states" in checkpoint:
             for feature in self.features:
@@ -662,24 +670,23 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             self._save(partial(self._run.states.prepare_sharded, path=path), checkpoint)
 
     def _save(self, prepare: Callable[..., Callable[[], None]], checkpoint: dict[str, Any]) -> None:
-        """Write a checkpoint, in the background from copies that every process makes of its own part."""
+        """Write a checkpoint; in the background, from copies that every process makes of its part."""
         if self._writer.in_background:
-            self._writer.wait()  # before there is another copy
+            self._writer.wait()  # so that no second copy is in memory
             copied = snapshot(checkpoint)
             self._writer.save(prepare(copied, needs_copy=True))
         else:
             self._writer.save(prepare(checkpoint, needs_copy=False))
 
     def load_checkpoint(self, checkpoint_path: str | Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint; training that is resumed from it draws the random numbers that would have come next.
+        """Read a checkpoint. Training that resumes from it draws the random numbers that would have come next.
 
-        Weights of layers that have not been built are left in the file, from which the processes of these layers read
-        them.
+        Weights of layers that have not been built stay in the file. The processes that build these layers read them.
         """
         path, io = local_path(checkpoint_path), self.checkpoint_io
         self._construction.take_references()
         if isinstance(io, AtomicCheckpointIO) and path is not None and path.is_file():
-            with io.mapping_files():  # the optimizer states of other stages are never in memory here
+            with io.mapping_files():  # the driver never holds the optimizer states of other stages in memory
                 checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
             if self._has_tensors_to_build() or checkpoint.get("optimizer_states"):
                 self._construction.refer_to(path, checkpoint, weights_only)
@@ -692,8 +699,8 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         return checkpoint
 
     def _load_sharded(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
-        # The weights are read here, but for layers that have not been built, which other processes may get. Each stage
-        # reads its own optimizer states in load_optimizer_state_dict, when it has its layers.
+        # The driver reads the weights, except weights of layers that have not been built, because another process may
+        # get these layers. Each stage reads its optimizer states in load_optimizer_state_dict, when it has its layers.
         if self._has_tensors_to_build():
             assert self.lightning_module is not None
             checkpoint, self._shards = self._construction.load_sharded(self.lightning_module, path, weights_only)
@@ -702,19 +709,19 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         return checkpoint
 
     def _has_tensors_to_build(self) -> bool:
-        """Return whether the model has tensors without memory; from now on operations on them can be recorded."""
+        """Return whether the model has tensors without memory, and prepare them for recording operations on them."""
         model = self.lightning_module
         return model is not None and self._run is None and self._construction.adopt(model)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the weights of a checkpoint; those of layers that have not been built are read when they are."""
+        """Load the weights of a checkpoint. Weights of layers that have not been built are read when they are built."""
         with self._construction.loading() if self._has_tensors_to_build() else nullcontext():
             super().load_model_state_dict(checkpoint, strict)
 
     def _check_weights(self, state: Mapping[str, Any], strict: bool) -> None:
         model, given = self.lightning_module, self.options.balance
         if self._run is not None or model is None:
-            return  # load_state_dict of the model checks by itself then
+            return  # load_state_dict of the model makes these checks then
         path, chunks = self._division.path, stages_of_chunks(self.options.settings, len(self.devices))
         module = dict(model.named_modules()).get(path)
         stage_of: DescribeStage = no_stage
@@ -724,7 +731,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         check_fit(model, state, strict=strict, stage_of=stage_of)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Give each stage the optimizer states of its parameters, which it reads itself if they are in local files."""
+        """Give each stage the optimizer states of its parameters. A stage reads them itself from local files."""
         run, references = self.run, self._construction.take_references()
         if self._shards is None:
             with run.pipeline.optimizers.references.used(references):
@@ -736,16 +743,17 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
     def rpc_save_model(self, trainer: Trainer, save_model_fn: Callable[[Trainer, Any], Any], filepath: Any) -> None:
         """Call ``save_model_fn(trainer, filepath)`` while the model has the weights of every stage.
 
-        As in Lightning 1.3: within the call, the pipelined module of ``trainer.lightning_module`` is a plain
-        ``nn.Sequential`` or ``nn.ModuleList`` with the values of every stage, which can be pickled, copied or exported.
-        Layers of other stages are copies: changing them does not change the run.
+        The method has the interface of Lightning 1.3. Within the call, the pipelined module of
+        ``trainer.lightning_module`` is a plain ``nn.Sequential`` or ``nn.ModuleList`` with the values of every stage,
+        which can be pickled, copied or exported. Layers of other stages are copies, so a change to them does not affect
+        the run.
         """
         with nullcontext() if self._run is None else self._run.states.whole_module():
             save_model_fn(trainer, filepath)
 
 
 def _search(*args: Any, **kwargs: Any) -> PlannedSchedule:
-    """Search for a schedule; the tools that this takes are imported only then."""
+    """Search for a schedule. The planning tools are imported here because only the search needs them."""
     from strategies.planning.automatic import find_schedule
 
     return find_schedule(*args, **kwargs)

@@ -1,7 +1,7 @@
-"""ZeRO (Rajbhandari et al., arXiv:1910.02054): data parallelism whose ranks divide what they would all hold.
+"""ZeRO (Rajbhandari et al., arXiv:1910.02054): data parallelism whose ranks divide states instead of copying them.
 
-stage 1, 2     each rank owns some whole parameters      ShardedOptimizers, RankStates
-stage 3        each rank has some rows of every one      ShardedModel, RowOptimizers, RowStates
+stage 1, 2     each rank owns some whole parameters             ShardedOptimizers, RankStates
+stage 3        each rank owns some rows of every parameter      ShardedModel, RowOptimizers, RowStates
 """
 
 from collections.abc import Callable, Mapping
@@ -58,68 +58,69 @@ from strategies.sharding.row_optimizers import RowOptimizers, check_parameters
 
 
 class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
-    """Trains on other data in each process, and divides optimizer state and steps among the processes.
+    """Trains on different data in each process, and divides optimizer states and steps among the processes.
 
-    Under stages 1 and 2 each process has a copy of the model, and each of N ranks owns whole parameters, about 1/N of
-    their bytes, and steps those. Every optimizer can be divided that computes the update of each parameter from that
-    parameter's gradient and state.
+    Under stages 1 and 2, each process has a copy of the model. Each of N ranks owns whole parameters, with about 1/N of
+    the bytes of the model, and steps only these. An optimizer can be divided if it computes the update of each
+    parameter from the gradient and the state of this parameter.
 
-    Under stage 3 each of N ranks has 1/N of the rows of every parameter, gradient and optimizer state. The parameters
-    of a block of the model are gathered while it runs. Every optimizer can be divided that computes the update of each
-    element from that element's gradient and state.
+    Under stage 3, each of N ranks has 1/N of the rows of every parameter, gradient and optimizer state. The parameters
+    of a block of the model are gathered while the block runs. An optimizer can be divided if it computes the update of
+    each element from the gradient and the state of this element.
 
-    The optimizer is the user's own object; it holds the state of its rank only, also after ``fit``. A model built in
-    ``__init__`` is whole on every rank after ``fit``; one built in ``configure_model`` stays divided under stage 3.
+    The optimizer stays the user's object. It holds only the state of its rank, even after ``fit``. A model built in
+    ``__init__`` is whole on every rank after ``fit``; a model built in ``configure_model`` stays divided under stage 3.
 
-    The points of the contract (:class:`~strategies.base.StrategyPlugin`):
+    The methods of the contract (:class:`~strategies.base.StrategyPlugin`):
 
     * ``setup_environment`` joins the process group, and makes every rank end with rank 0.
     * ``setup`` copies the weights of rank 0 to every rank, divides the model under stage 3, and divides the optimizers
       of ``configure_optimizers``.
     * ``barrier`` waits for all ranks.
     * ``pre_backward`` makes the backward pass reduce gradients, bucket by bucket or block by block.
-    * ``post_optimizer_step`` sends the new values of the parameters from their owners to all ranks; nothing is sent
-      under stage 3.
+    * ``post_optimizer_step`` sends the new values of the parameters from their owners to all ranks. Under stage 3 it
+      sends nothing.
     * ``save_checkpoint`` writes from rank 0, where ``optimizer_state`` has gathered all states, or from every rank.
     * ``teardown`` releases parameters and optimizers, and makes the model whole.
 
     Args:
-        stage: What is divided. 1 (default): the optimizer state. 2: gradients too; each gradient is reduced to the rank
-            that owns its parameter and is ``None`` on the other ranks after the backward pass. 3: parameters, gradients
-            and optimizer state, each by rows (``torch.distributed.fsdp.fully_shard``).
-        overlap_with_ddp: If ``True``, each bucket of parameters is stepped as soon as its gradients are reduced, and
-            its new values are sent while the backward pass goes on. If gradients are read before the step (clipping, a
-            gradient scaler, manual optimization, an overridden hook such as ``on_before_optimizer_step`` or
-            ``optimizer_step``), steps wait for the end of the backward pass. Not for stage 3. Default: ``False``.
-        parameters_as_bucket_view: If ``True``, parameters are views into the buffers in which new values travel, which
-            saves a copy of them. Not for stage 3. Default: ``False``.
-        find_unused_parameters: If ``True``, a backward pass may leave out parameters; otherwise that is an error.
-            Under stage 3 all ranks must run the same blocks nevertheless. Default: ``False``.
+        stage: What is divided. 1 (default): the optimizer states. 2: the gradients too; each gradient is reduced to the
+            rank that owns its parameter and is ``None`` on the other ranks after the backward pass. 3: parameters,
+            gradients and optimizer states, each by rows (``torch.distributed.fsdp.fully_shard``).
+        overlap_with_ddp: If ``True``, the owner of a bucket of parameters steps them as soon as their gradients are
+            reduced, and sends the new values while the backward pass continues. Steps wait for the end of the backward
+            pass if gradients are read before the step. Clipping, a gradient scaler, manual optimization, and an
+            overridden hook such as ``on_before_optimizer_step`` or ``optimizer_step`` read them. Not for stage 3.
+            Default: ``False``.
+        parameters_as_bucket_view: If ``True``, parameters are views into the buffers that carry new values, which saves
+            a copy of the parameters. Not for stage 3. Default: ``False``.
+        find_unused_parameters: If ``True``, a backward pass may leave out parameters; otherwise this is an error.
+            Under stage 3, all ranks must still run the same blocks. Default: ``False``.
         broadcast_buffers: If ``True`` (default), buffers such as running statistics are copied from rank 0 before each
             forward pass.
         bucket_cap_mb: Size of a bucket of gradients in MiB. Not for stage 3. Default: 4.
-        state_dict_type: ``"full"`` (default): a checkpoint is one file, which rank 0 gathers and writes. ``"sharded"``:
-            a checkpoint is a directory into which every rank writes its own part, and which
-            ``python -m strategies.checkpoint.consolidate`` turns into one file.
-        async_save: If ``True``, training goes on while a checkpoint is written from a copy in host memory. Default:
+        state_dict_type: Form of a checkpoint. ``"full"`` (default) is one file, which rank 0 gathers and writes.
+            ``"sharded"`` is a directory into which every rank writes its own part;
+            ``python -m strategies.checkpoint.consolidate`` turns it into one file.
+        async_save: If ``True``, training continues while a checkpoint is written from a copy in host memory. Default:
             ``False``.
         accelerator: As in Lightning's ``DDPStrategy``; set by the Trainer by default.
         parallel_devices: The device of each rank on this host; set by the Trainer by default.
-        cluster_environment: Tells rank and address of each process; found by the Trainer by default.
-        checkpoint_io: Writes and reads files; by default one that replaces files atomically.
+        cluster_environment: Provides the rank and the address of each process; found by the Trainer by default.
+        checkpoint_io: Writes and reads files; by default, it replaces files atomically.
         precision_plugin: Precision of the training; set by the Trainer by default.
-        process_group_backend: ``"gloo"``, ``"nccl"``, ...; by default the one that fits the device.
+        process_group_backend: ``"gloo"``, ``"nccl"``, ...; by default, the backend that fits the device.
         timeout: How long a collective operation may take, a ``timedelta``. Default: torch's, 30 minutes for gloo.
         start_method: How the other ranks of this host start: ``"popen"`` (default) runs the script again; ``"spawn"``,
             ``"fork"`` and ``"forkserver"`` start them from this process.
 
     Raises:
-        MisconfigurationException: If a setting is out of range or has no effect; at the start of training, if the model
-            or an optimizer cannot be divided.
+        MisconfigurationException: If a setting is out of range or has no effect. At the start of training, also if the
+            model or an optimizer cannot be divided.
     """
 
     is_distributed = True
-    """Whether samplers divide the data; Lightning's own attribute warns that it is deprecated."""
+    """Whether samplers divide the data. Overridden because Lightning's attribute warns that it is deprecated."""
 
     def __init__(
         self,
@@ -166,7 +167,7 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         self._overlap, self._as_view = overlap_with_ddp, parameters_as_bucket_view
         self._find_unused, self._broadcast_buffers = find_unused_parameters, broadcast_buffers
         self._bucket_bytes = int(bucket_cap_mb * 2**20)
-        self._groups: tuple[Any, Any] | None = None  # for gradients and values; for states, on gloo
+        self._groups: tuple[Any, Any] | None = None  # one for gradients and values; one for states, on gloo
         self._saving_group: Any | None = None
         self._sharded: ShardedOptimizers | RowOptimizers | None = None
         self._states: DividedStates | None = None
@@ -184,26 +185,27 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         self._restores_late = None
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Copy the weights of rank 0 to every rank, and divide the optimizers, and under stage 3 the model.
+        """Copy the weights of rank 0 to every rank, divide the optimizers, and under stage 3 divide the model.
 
         Raises:
-            MisconfigurationException: If the model cannot be divided, or if an optimizer cannot or has no parameters.
+            MisconfigurationException: If the model or an optimizer cannot be divided, or if an optimizer has no
+                parameters.
         """
-        if self._groups is None:  # kept for the life of the process group, which outlives a fit
+        if self._groups is None:  # they live as long as the process group, which outlives a fit
             on_host = dist.get_backend() == "gloo"
             gloo = default_group() if on_host else dist.new_group(timeout=self._timeout, backend="gloo")
             self._groups = dist.new_group(timeout=self._timeout), gloo
         model = self.lightning_module
         assert model is not None
         is_fitting = trainer.state.fn == TrainerFn.FITTING
-        self._restores_late = self.restore_checkpoint_after_setup  # Lightning asks before and after this
+        self._restores_late = self.restore_checkpoint_after_setup  # Lightning reads it before and after setup
         if self.stage < 3:
             super().setup(trainer)
         else:
             check_divided_run(trainer, model)
             if is_fitting and self._layer_sync:
                 self.model = self._layer_sync.apply(model)
-            # Not DDP's, which would broadcast parameters that are divided already.
+            # DDP's method would broadcast parameters that are already divided.
             super(pl.strategies.DDPStrategy, self).setup(trainer)
         if is_fitting:
             try:
@@ -215,7 +217,7 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
                 raise
 
     def model_to_device(self) -> None:
-        """Move the model to the device; under stage 3 this is done block by block when it is divided."""
+        """Move the model to the device; under stage 3, each block moves when it is divided."""
         if self.stage < 3:
             super().model_to_device()
 
@@ -278,7 +280,7 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         self._sharded = sharded
         for own in optimizers:
             around = [wrapper for wrapper in self._lightning_optimizers if wrapper.optimizer is own]
-            follow_methods(own, self._call_method, around)  # also after fit, when states are still divided
+            follow_methods(own, self._call_method, around)  # after fit as well, when states are still divided
         if self.stage > 1 and (hooks := overridden_gradient_hooks(trainer, model)):
             has = (
                 "its rows of every gradient"
@@ -291,7 +293,7 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
             )
 
     def configure_ddp(self) -> None:
-        """Check that all ranks have the same parameters, and copy the values of rank 0; the model is not wrapped."""
+        """Check that all ranks have the same parameters, and copy the values of rank 0. DDP does not wrap the model."""
         assert self.model is not None
         verify_shapes_across_ranks(default_group(), list(self.model.parameters()))
         sync_module_states(self.model)
@@ -339,9 +341,10 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         return self._running().clip_grad_norm
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state dict that one process would have, on rank 0; empty on the others. Every rank calls this.
+        """Return the state dict as in one process on rank 0, and an empty dict elsewhere. Every rank calls this.
 
-        For a sharded checkpoint each rank has its own states, and rank 0 also those of the others, without values.
+        For a sharded checkpoint, each rank returns its own states. Rank 0 also returns entries without values for the
+        states of the other ranks.
         """
         plain = unwrapped(optimizer)
         if self._sharded is None or self._states is None or plain not in self._sharded.optimizers:
@@ -349,10 +352,10 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         return self._states.state_dict(plain, values=self._state_dict_type == "full")
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The state dict of the model. Every rank calls this.
+        """Return the state dict of the model. Every rank calls this.
 
-        Under stage 3 rank 0 gathers it in host memory; on the other ranks tensors have no values. For a sharded
-        checkpoint each rank has its own rows.
+        Under stage 3, rank 0 gathers it in host memory, and the tensors on the other ranks have no values. For a
+        sharded checkpoint, each rank returns its own rows.
         """
         state = super().lightning_module_state_dict()
         if self._divided is None or self._state_dict_type == "sharded":
@@ -362,7 +365,7 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Any, storage_options: Any | None = None
     ) -> None:
-        """Write on rank 0, which has gathered the other ranks' states; or on every rank, if sharded."""
+        """Write on rank 0, which has gathered the states of the other ranks; or on every rank, if sharded."""
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if self._states is not None:
             self._states.forget()
@@ -372,7 +375,7 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
             if self.is_global_zero:
                 super()._save_sharded(checkpoint, path)
             return
-        if self._saving_group is None:  # not used by anything else: a thread may use it while training continues
+        if self._saving_group is None:  # only for saving: a thread may use it while training continues
             self._saving_group = dist.new_group(backend="gloo")
         group, own = self._saving_group, own_tensors(checkpoint, self._saving_group)
         if self._writer.in_background:
@@ -381,8 +384,8 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         self._writer.save(partial(save_over_ranks, checkpoint, path, own, group))
 
     def _load_sharded(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
-        # Each rank reads its own optimizer states in load_optimizer_state_dict, when it is known which they are.
-        # Into a model that is divided already, it reads its own rows in load_model_state_dict.
+        # Each rank reads its optimizer states in load_optimizer_state_dict, when the rank knows which it owns.
+        # If the model is already divided, each rank reads its rows in load_model_state_dict.
         keys = ["state_dict"] if self._divided is None else []
         checkpoint, self._shards = load_sharded(path, keys, weights_only)
         return checkpoint
@@ -396,7 +399,7 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         return self._divided is not None or (model is not None and any(p.is_meta for p in model.parameters()))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the weights of a checkpoint, all or none; under stage 3 this rank's rows of them."""
+        """Load the weights of a checkpoint, all or none; under stage 3, only the rows of this rank."""
         if self._divided is not None:
             state = checkpoint["state_dict"]
             if self._shards is not None:
@@ -406,7 +409,7 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         super().load_model_state_dict(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load this rank's share of each optimizer's state, saved by any strategy with any number of ranks."""
+        """Load this rank's part of each optimizer's state, saved by any strategy with any number of ranks."""
         self._running()
         assert self._states is not None
         plain, states = [unwrapped(own) for own in self.optimizers], checkpoint["optimizer_states"]
@@ -415,7 +418,7 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         optimizers_to_device(self.optimizers, self.root_device)
 
     def teardown(self) -> None:
-        """Release parameters and optimizers; who owns which parameter stays known for a checkpoint after ``fit``."""
+        """Release parameters and optimizers. The owner of each parameter stays known for a checkpoint after ``fit``."""
         for undo in self._undo:
             undo()
         self._undo = []
@@ -443,7 +446,7 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         return self._sharded
 
     def _share_buffers(self) -> None:
-        """Copy the buffers of rank 0, if a step that communicates may have changed them since the last time."""
+        """Copy the buffers of rank 0, if a step may have changed them since the last copy."""
         model = self.lightning_module
         if self._broadcast_buffers and self._buffers_may_differ and self._sharded is not None and model is not None:
             buffers = list(model.buffers())
@@ -454,7 +457,7 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
 
 
 class _CalledModule(nn.Module):
-    """Has Lightning run the steps of a model within the model's own call, whose hooks gather its parameters."""
+    """Makes Lightning run the steps of a model within a call of the model, whose hooks gather its parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -475,7 +478,7 @@ def _check_effect(**settings: tuple[Any, Any]) -> None:
 
 
 def check_divided_run(trainer: Any, model: LightningModule) -> None:
-    """Check that a run can be made with a model whose parameters are divided by rows (ZeRO stage 3).
+    """Check that a run works with a model whose parameters are divided by rows (ZeRO stage 3).
 
     Raises:
         MisconfigurationException: If optimization is manual, or if a callback copies or prunes the model.
@@ -494,10 +497,10 @@ def check_divided_run(trainer: Any, model: LightningModule) -> None:
 
 
 def check_dense_gradients(model: nn.Module) -> None:
-    """Check that no layer makes sparse gradients, which do not fit into the buffers in which gradients travel.
+    """Check that no layer makes sparse gradients, which do not fit into the buffers that carry gradients.
 
     Raises:
-        MisconfigurationException: If a layer does.
+        MisconfigurationException: If a layer makes sparse gradients.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:

@@ -21,7 +21,7 @@ from examples.distributed_basics.launch import launch, say
 
 
 def save(model: nn.Module, optimizer: Optimizer, path: Path, rank: int) -> None:
-    """Saves on rank 0 and returns when the file exists. Every process must call this function."""
+    """Save on rank 0 and return when the file exists. Every process must call this function."""
     if rank == 0:
         unfinished = path.with_suffix(".part")
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, unfinished)
@@ -30,7 +30,7 @@ def save(model: nn.Module, optimizer: Optimizer, path: Path, rank: int) -> None:
 
 
 def load(model: nn.Module, optimizer: Optimizer, path: Path, device: torch.device) -> None:
-    """Loads the state that rank 0 saved from *its* device, to the device of this process."""
+    """Load the state that rank 0 saved from *its* device, to the device of this process."""
     state = torch.load(path, map_location=device, weights_only=True)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])

@@ -19,7 +19,7 @@ from examples.distributed_basics.launch import launch, say
 
 
 class SplitPerceptron(nn.Module):
-    """The layers of ``perceptron()``: the first ones on one device, the last one on another."""
+    """The layers of ``perceptron()``: the first layers on one device, the last layer on another device."""
 
     def __init__(self, first: torch.device, second: torch.device) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class SplitPerceptron(nn.Module):
 
 
 def devices_of(rank: int, num_processes: int) -> list[torch.device]:
-    """Returns two devices for each rank."""
+    """Return two devices for each rank."""
     if torch.cuda.device_count() < 2 * num_processes:
         return [torch.device("cpu"), torch.device("cpu")]
     return [torch.device("cuda", 2 * rank), torch.device("cuda", 2 * rank + 1)]

@@ -20,7 +20,7 @@ from torch.multiprocessing import start_processes
 
 
 def launch(program: Callable[..., None], num_processes: int, *args: Any) -> None:
-    """Runs ``program(rank, num_processes, *args)`` in ``num_processes`` processes and waits for them.
+    """Run ``program(rank, num_processes, *args)`` in ``num_processes`` processes and wait for them.
 
     Args:
         program: A top-level function; an exception in one process ends all of them.
@@ -28,7 +28,7 @@ def launch(program: Callable[..., None], num_processes: int, *args: Any) -> None
         args: Further arguments of ``program``.
 
     Raises:
-        torch.multiprocessing.ProcessRaisedException: If a process fails; contains the traceback of the first one.
+        torch.multiprocessing.ProcessRaisedException: If a process fails; contains the traceback of the first failure.
     """
     with tempfile.TemporaryDirectory(prefix="relay-basics-") as folder:
         arguments = (program, num_processes, folder, args)
@@ -48,13 +48,13 @@ def _run(rank: int, program: Callable[..., None], num_processes: int, folder: st
     dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=num_processes)
     os.environ["RENDEZVOUS_FOLDER"] = folder
     program(rank, num_processes, *args)
-    dist.barrier()  # no process ends while another one may still need it
+    dist.barrier()  # no process ends while another process may still need it
     dist.destroy_process_group()
 
 
 @contextmanager
 def remote_procedure_calls(name: str, rank: int, num_processes: int) -> Iterator[None]:
-    """Lets processes call functions of each other by name; the context ends when all processes have left it."""
+    """Let processes call each other's functions by name; the context ends when all processes have left it."""
     options = rpc.TensorPipeRpcBackendOptions(
         init_method=f"file://{os.environ['RENDEZVOUS_FOLDER']}/rpc",
         _transports=["uv"],  # the default on one machine polls without pause and occupies a core per process
@@ -68,5 +68,5 @@ def remote_procedure_calls(name: str, rank: int, num_processes: int) -> Iterator
 
 
 def say(rank: int, text: str) -> None:
-    """Prints one line in one call, so that lines of several processes do not mix."""
+    """Print one line in one call, so that lines of several processes do not mix."""
     print(f"[rank {rank}] {text}\n", end="", flush=True)

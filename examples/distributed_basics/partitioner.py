@@ -21,7 +21,7 @@ from examples.distributed_basics.launch import launch, say
 
 
 class Partition(Dataset):
-    """The rows of a dataset with the given numbers."""
+    """The rows of a dataset with the given indices."""
 
     def __init__(self, data: Dataset, rows: Sequence[int]) -> None:
         self._data, self._rows = data, rows
@@ -34,7 +34,7 @@ class Partition(Dataset):
 
 
 def partitions(data: Any, num_partitions: int, seed: int = 0) -> list[Partition]:
-    """Divides a dataset at random into parts of equal size and omits the remaining rows.
+    """Divide a dataset at random into parts of equal size and omit the remaining rows.
 
     Every process calls this function with the same seed, so all compute the same division without communication.
     """
@@ -45,7 +45,7 @@ def partitions(data: Any, num_partitions: int, seed: int = 0) -> list[Partition]
 
 
 def average_gradients(model: nn.Module) -> None:
-    """Replaces the gradients in each process by their mean over all processes."""
+    """Replace the gradients in each process by their mean over all processes."""
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad, op=dist.ReduceOp.SUM)
         parameter.grad /= dist.get_world_size()

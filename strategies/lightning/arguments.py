@@ -1,4 +1,4 @@
-"""Arguments of a strategy: each has the type that its signature declares, and errors about them are Lightning's."""
+"""Checks the arguments of a strategy against its signature, and reports errors with Lightning's exception type."""
 
 import inspect
 import math
@@ -21,7 +21,7 @@ from strategies.lightning.compat import MisconfigurationException, pl
 def as_misconfiguration() -> Iterator[None]:
     """Turn the engine's errors about a user's settings into Lightning's ``MisconfigurationException``.
 
-    An error that a layer has raised in another process stays as it is.
+    An error that a layer raises in another process keeps its type.
     """
     try:
         yield
@@ -32,17 +32,17 @@ def as_misconfiguration() -> Iterator[None]:
 
 
 def check_whole_number(name: str, value: object, least: int) -> None:
-    """Check a number.
+    """Check that a value is a whole number of at least ``least``.
 
     Raises:
-        MisconfigurationException: If it is none, or smaller than ``least``.
+        MisconfigurationException: If it is not a whole number, or smaller than ``least``.
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise MisconfigurationException(f"{name} must be a whole number of at least {least}, got {value!r}.")
 
 
 def check_backend(backend: str | None) -> None:
-    """Check that torch has a backend of this name, or one for each of several devices (``cpu:gloo,cuda:nccl``).
+    """Check that torch has the backend, or each backend of a list by device (``cpu:gloo,cuda:nccl``).
 
     Raises:
         MisconfigurationException: If torch has no such backend.
@@ -59,11 +59,12 @@ def check_backend(backend: str | None) -> None:
 def checked(init: Callable[..., None]) -> Callable[..., None]:
     """Return a constructor that also checks the types of its arguments.
 
-    The types are checked after the constructor has run, because its own checks give better messages; a constructor only
-    validates and stores. The object keeps the arguments as ``given_arguments``, with which another one can be made.
+    The types are checked after the constructor has run, because the checks in the constructor give better messages. A
+    constructor only validates and stores. The object keeps the arguments as ``given_arguments``, so that a second
+    object can be made with them.
 
     Raises:
-        MisconfigurationException: If an argument has another type than declared, if a number is not finite, or if a
+        MisconfigurationException: If an argument does not have its declared type, if a number is not finite, or if a
             duration is not above 0.
     """
 
@@ -71,7 +72,7 @@ def checked(init: Callable[..., None]) -> Callable[..., None]:
     def init_and_check(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
             init(self, *args, **kwargs)
-        except (TypeError, AttributeError, ArithmeticError):  # it computed with a value of a wrong type
+        except (TypeError, AttributeError, ArithmeticError):  # it computed with a value of the wrong type
             _check(init, inspect.signature(init).bind_partial(self, *args, **kwargs).arguments)
             raise
         bound = inspect.signature(init).bind(self, *args, **kwargs).arguments

@@ -35,7 +35,7 @@ def check_state_dict_type(state_dict_type: str, checkpoint_io: object | None) ->
     """Check the form in which checkpoints are written.
 
     Raises:
-        MisconfigurationException: If there is no such form, or if the form does not use the user's ``CheckpointIO``.
+        MisconfigurationException: If the form is unknown, or if it does not use the user's ``CheckpointIO``.
     """
     if state_dict_type not in STATE_DICT_TYPES:
         raise MisconfigurationException(
@@ -48,17 +48,17 @@ def check_state_dict_type(state_dict_type: str, checkpoint_io: object | None) ->
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Lightning's ``TorchCheckpointIO``, except that a local file is replaced in one step, once it is on the disk.
+    """A ``TorchCheckpointIO`` that replaces a local file in one step, once the new file is on the disk.
 
-    The checkpoint is written straight to the file; Lightning first makes two copies of it in memory. Other filesystems
-    (``s3://``, ...) are left to Lightning.
+    It writes the checkpoint straight to the file, whereas Lightning first makes two copies of it in memory. Lightning
+    writes to other filesystems (``s3://``, ...).
     """
 
     _maps_files = False
 
     @contextmanager
     def mapping_files(self) -> Iterator[None]:
-        """Within this, tensors of a local checkpoint stay in the file until they are read."""
+        """Context in which tensors of a local checkpoint stay in the file until they are read."""
         self._maps_files = True
         try:
             yield
@@ -89,7 +89,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def _weights_only(path: str | Any, weights_only: bool | None) -> bool | None:
-    """``weights_only`` for Lightning, which by default reads what comes from the web without restriction."""
+    """Return ``weights_only`` for Lightning, whose default reads files from the web without restriction."""
     return True if weights_only is None and str(path).startswith("http") else weights_only
 
 
@@ -97,7 +97,7 @@ def _weights_only(path: str | Any, weights_only: bool | None) -> bool | None:
 
 
 def check_links(trainer: Trainer) -> None:
-    """Check that no callback links to a checkpoint that is still being written in the background.
+    """Check that no callback makes a link to a checkpoint that is still being written in the background.
 
     Raises:
         MisconfigurationException: If a ``ModelCheckpoint`` of this ``fit`` has ``save_last="link"``.
@@ -112,7 +112,7 @@ def check_links(trainer: Trainer) -> None:
 def wait_before_naming(trainer: Trainer, writer: Writer) -> list[Callable[[], None]]:
     """Make each ``ModelCheckpoint`` wait for the checkpoint being written before it looks for a free file name.
 
-    This takes no more time: the next save waits for that checkpoint anyway.
+    This costs no extra time, because the next save waits for that checkpoint anyway.
 
     Returns:
         Functions that undo this.
@@ -138,16 +138,17 @@ def load_as_relay(strategy: Strategy) -> None:
     own, cls = vars(strategy), type(strategy)
     # Partials can be pickled, for strategies that spawn processes.
     own["load_model_state_dict"] = partial(_convert_and_load, strategy, partial(cls.load_model_state_dict, strategy))
-    if cls.load_checkpoint is Strategy.load_checkpoint:  # other strategies have formats of their own
+    if cls.load_checkpoint is Strategy.load_checkpoint:  # strategies that override it have their own formats
         own["load_checkpoint"] = partial(_load_checkpoint, partial(cls.load_checkpoint, strategy))
 
 
 def convert_model(strategy: Strategy) -> None:
-    """Convert the model to the precision in which it trains, unless that has been done."""
+    """Convert the model to the precision in which it trains, unless it has that precision already."""
     model = strategy.lightning_module
     if model is None or not isinstance(strategy.precision_plugin, DoublePrecision):
         return
-    # A tuner may load in the middle of a run. The model is converted then, and layers of other processes cannot be.
+    # A tuner may load in the middle of a run. The model has its precision by then, and layers of other processes could
+    # not be converted here.
     if any(
         tensor.dtype in (torch.float32, torch.float16, torch.bfloat16)
         for tensor in chain(model.parameters(), model.buffers())

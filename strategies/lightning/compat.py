@@ -1,17 +1,17 @@
-"""Which package of Lightning this process uses, and the only module that uses its private names.
+"""Decides which package of Lightning this process uses, and is the only module that uses its private names.
 
 Lightning is published twice, as ``pytorch_lightning`` with ``lightning_fabric`` and as ``lightning`` with
-``lightning.pytorch`` and ``lightning.fabric``. The two are separate copies of the same code, so that a
-``lightning.pytorch.LightningModule`` is no ``pytorch_lightning.LightningModule``. The import of this module decides:
-the package that has been imported first, or ``pytorch_lightning`` if neither has been. All other modules of
-``strategies`` and ``trainer`` take Lightning's names from here, and the names of its command line from
+``lightning.pytorch`` and ``lightning.fabric``. The two are separate copies of the same code, so a
+``lightning.pytorch.LightningModule`` is not a ``pytorch_lightning.LightningModule``. When this module is imported, it
+chooses the package that was imported first, or ``pytorch_lightning`` if neither was. All other modules of
+``strategies`` and ``trainer`` import Lightning's names from here, and the names of its command line from
 ``trainer.cli.lightning_cli``.
 
-Each private function, class or attribute of Lightning, torchmetrics and jsonargparse is read here once too; other
-modules use the public names below. ``tests/unit/test_compat.py`` lists every private name with its use and fails, with
-the package's version, when one is gone. It also fails if another module imports Lightning or uses a private name. What
-a subclass of one of Lightning's classes overrides, or reads from ``self``, stays in that subclass; the same test lists
-it.
+This module also reads each private function, class or attribute of Lightning, torchmetrics and jsonargparse, in one
+place. Other modules use the public names below. ``tests/unit/test_compat.py`` lists every private name with its use and
+fails, with the package's version, when a name is gone. It also fails if another module imports Lightning or uses a
+private name. What a subclass of one of Lightning's classes overrides, or reads from ``self``, stays in that subclass;
+the same test lists it.
 """
 
 import copy
@@ -34,11 +34,11 @@ from torchmetrics import Metric
 from strategies.common.torch_compat import forward_hooks
 
 _FABRIC_OF = {"pytorch_lightning": "lightning_fabric", "lightning.pytorch": "lightning.fabric"}
-"""The two packages, the default first, and the package with the lower layer of each."""
+"""The two packages, the default first, each with the package of its lower layer."""
 
 
 def _decide() -> str:
-    """Return the package that has been imported first; if neither has been, the first one that is installed."""
+    """Return the package that was imported first; if neither was, the first one that is installed."""
     imported = [name for name in sys.modules if name in _FABRIC_OF]
     installed = (name for name in _FABRIC_OF if find_spec(name.partition(".")[0]) is not None)
     return imported[0] if imported else next(installed, "pytorch_lightning")
@@ -59,12 +59,12 @@ else:
 
 
 def other_package() -> str | None:
-    """Return the package of Lightning that this process does not use, if it has been imported nevertheless."""
+    """Return the package of Lightning that this process does not use, if it has been imported anyway."""
     return next((name for name in _FABRIC_OF if name != PACKAGE and name in sys.modules), None)
 
 
 def explain_other_package(cls: type) -> str | None:
-    """Return why a class cannot be used in this process, if it derives from the other package's classes only."""
+    """Return why a class cannot be used in this process, if it derives only from classes of the other package."""
     roots = {base.__module__.partition(".")[0] for base in cls.__mro__}
     mixed = {
         name for name, fabric_name in _FABRIC_OF.items() if roots & {name.split(".")[0], fabric_name.split(".")[0]}
@@ -80,7 +80,7 @@ def explain_other_package(cls: type) -> str | None:
 
 
 def check_package(*given: Any) -> None:
-    """Check that objects, or those in a list, are of the package of Lightning that this process uses.
+    """Check that objects, or the items of lists, belong to the package of Lightning that this process uses.
 
     Raises:
         MisconfigurationException: If the class of an object derives from the other package.
@@ -146,7 +146,7 @@ READING_CALLBACKS: tuple[type[Callback], ...] = (
 """Callbacks of Lightning that change neither weights nor states of optimizers."""
 
 GPUS_MISSING = "But your machine only has"
-"""What Lightning says of devices that its process does not see."""
+"""The message of Lightning about devices that its process does not see."""
 
 # Private names
 
@@ -199,7 +199,7 @@ def is_stand_in(optimizer: Optimizer | LightningOptimizer) -> bool:
 
 
 def start_method_of(strategy: Strategy) -> str:
-    """Return how a strategy starts its processes; strategies without that setting run the script again."""
+    """Return how a strategy starts its processes; strategies without this setting run the script again."""
     return getattr(strategy, "_start_method", "popen")
 
 
@@ -209,7 +209,7 @@ def given_backend_of(strategy: Strategy) -> str | None:
 
 
 def backend_of(strategy: Strategy) -> str:
-    """Return the backend of a strategy's process group; strategies without that setting use gloo."""
+    """Return the backend of a strategy's process group; strategies without this setting use gloo."""
     get = getattr(strategy, "_get_process_group_backend", None)
     return "gloo" if get is None else get()
 
@@ -222,7 +222,7 @@ trainer_of = attrgetter("_trainer")
 
 
 def run_stage_function() -> Callable[..., Any]:
-    """Return the function of the Trainer below which the loops run, and above which it sets up."""
+    """Return the function of the Trainer that runs the loops, after the Trainer has set up the run."""
     return Trainer._run_stage
 
 
@@ -237,10 +237,10 @@ def copy_of(model: LightningModule) -> LightningModule:
 
 @contextmanager
 def attached(trainer: Trainer, model: LightningModule, data: Any = None) -> Iterator[None]:
-    """Within this, a model and its data are connected to a Trainer as at the start of ``fit``, and loggers do nothing.
+    """Context that attaches a model and its data to a Trainer as at the start of ``fit``; loggers do nothing in it.
 
-    So ``self.trainer`` works in the model, with ``self.trainer.estimated_stepping_batches``. Afterwards the Trainer is
-    as before.
+    ``self.trainer`` then works in the model, with ``self.trainer.estimated_stepping_batches``. On exit, the Trainer
+    gets its earlier state back.
 
     Args:
         trainer: The Trainer.
@@ -269,29 +269,29 @@ def attached(trainer: Trainer, model: LightningModule, data: Any = None) -> Iter
 
 
 def connect(trainer: Trainer, model: LightningModule) -> None:
-    """Make a model the one that a Trainer and its strategy know."""
+    """Set the model of a Trainer and of its strategy."""
     trainer.strategy.connect(model)
     model.trainer = trainer
 
 
 def takes_batch_idx(model: LightningModule) -> bool:
-    """Return whether Lightning gives ``training_step`` of a model the number of the batch."""
+    """Return whether Lightning passes the number of the batch to ``training_step`` of a model."""
     return bool(is_param_in_hook_signature(model.training_step, "batch_idx", min_args=2))
 
 
 def transferred(trainer: Trainer, model: LightningModule, batch: Any, device: torch.device) -> Any:
-    """Return a batch of training in its precision and on a device, after the model's hooks for this."""
+    """Return a training batch in its precision and on a device, after the model's transfer hooks have run."""
     batch = model._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), dataloader_idx=0)
     return trainer.strategy.batch_to_device(batch, device, dataloader_idx=0)
 
 
 def logged_step(trainer: Trainer) -> int:
-    """Return the number of the step at which ``self.log`` logs: of batches after which gradients were not kept."""
+    """Return the step at which ``self.log`` logs: the number of batches after which optimizers have stepped."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def is_accumulating(trainer: Trainer) -> bool:
-    """Return whether the gradients of this batch are kept for the next one, so that nothing is logged of it."""
+    """Return whether the gradients of this batch are accumulated for the next batch, so that nothing is logged yet."""
     return trainer.fit_loop.epoch_loop._should_accumulate()
 
 
@@ -317,12 +317,12 @@ def combined_mode(loader: CombinedLoader) -> Any:
 
 
 def combined_iterator(mode: Any, loaders: list[Any], limits: Any) -> Any:
-    """Return an iterator over several loaders, as a combined loader of that mode makes one."""
+    """Return an iterator over several loaders, as a combined loader of this mode makes it."""
     return cast(Any, pl.utilities.combined_loader._SUPPORTED_MODES)[mode]["iterator"](loaders, limits)
 
 
 def combined_position(iterator: Any) -> tuple[int, list[bool] | None]:
-    """Return the number of the next batch, and which loaders have been exhausted once if the mode repeats loaders."""
+    """Return the number of the next batch and, if the mode repeats loaders, which of them have been exhausted once."""
     consumed = getattr(iterator, "_consumed", None)
     return getattr(iterator, "_idx", 0), None if consumed is None else list(consumed)
 
@@ -356,12 +356,12 @@ def set_device(model: LightningModule, device: torch.device) -> None:
 
 
 def example_batch_of(model: LightningModule) -> Any:
-    """Return ``example_input_array`` after the hooks and the move to the device that a batch goes through."""
+    """Return ``example_input_array`` after the transfer hooks and the move to the device, as for a batch."""
     return model._apply_batch_transfer_handler(model._on_before_batch_transfer(model.example_input_array))
 
 
 def forward_cache(metric: Metric) -> Any:
-    """Return the value of a metric for the batch that it was called with last."""
+    """Return the value of a metric for the last batch with which it was called."""
     return metric._forward_cache
 
 
@@ -374,13 +374,13 @@ def set_forward_cache(metric: Metric, value: Any) -> None:
 
 
 def averaged_model(callback: WeightAveraging | StochasticWeightAveraging) -> nn.Module | None:
-    """Return the copy of the model in which a callback keeps the average of weights, once there is one."""
+    """Return the copy of the model in which a callback keeps the average of weights; ``None`` before it exists."""
     average = callback._average_model
     return average.module if isinstance(average, AveragedModel) else average
 
 
 def forget_validation(loop: EvaluationLoop) -> None:
-    """Make a loop forget that it has run; else an epoch loop that resumes leaves out the validation that is due."""
+    """Make a loop forget that it has run; otherwise an epoch loop that resumes skips the validation that is due."""
     loop._has_run = False
 
 
@@ -390,17 +390,17 @@ def logs_graph(logger: TensorBoardLogger) -> bool:
 
 
 def has_own_summary(callback: ModelSummary) -> bool:
-    """Return whether a subclass makes the summary in a way of its own."""
+    """Return whether a subclass overrides how the summary is made."""
     return type(callback)._summary is not ModelSummary._summary
 
 
 def replacing_summary(summary: Callable[[Trainer, LightningModule], Any]) -> tuple[str, Callable[..., Any]]:
-    """Return name and value of the attribute that makes a ``ModelSummary`` callback show another summary."""
+    """Return name and value of the attribute that makes a ``ModelSummary`` callback show a different summary."""
     return "_summary", summary
 
 
 def summary_depth(callback: ModelSummary) -> int:
-    """Return down to which depth a summary lists modules."""
+    """Return the depth down to which a summary lists modules."""
     return callback._max_depth
 
 
@@ -411,7 +411,7 @@ class ModuleLabels:
     """The labels that ``PyTorchProfiler`` gives to modules, by hooks on each module that refer to the whole model.
 
     Args:
-        profiler: The profiler, which labels all modules of the model unless it is told otherwise.
+        profiler: The profiler, which labels all modules of the model by default.
         model: The model.
     """
 
@@ -468,5 +468,5 @@ def profile_arguments(profiler: PyTorchProfiler) -> dict[str, Any]:
 
 
 def profile_filename(profiler: PyTorchProfiler, action_name: str | None, extension: str) -> str:
-    """Return the name of a file of a profiler, made from its own file name, the action and the rank."""
+    """Return the name of a file of a profiler, made from the profiler's file name, the action and the rank."""
     return profiler._prepare_filename(action_name=action_name, extension=extension)

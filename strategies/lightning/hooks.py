@@ -1,8 +1,8 @@
-"""Every place where Relay replaces a method of one of Lightning's objects for the time of a run.
+"""Every place where Relay replaces a method of one of Lightning's objects for the duration of a run.
 
 Lightning has no public hook at these points. Each function replaces methods of single objects, never of classes, and
-returns what puts them back; strategies call that in ``teardown``. :func:`overridden_gradient_hooks` and
-:func:`steps_may_run_in_backward` look at the other direction: which of Lightning's hooks the user has overridden.
+returns a function that restores them, which strategies call in ``teardown``. :func:`overridden_gradient_hooks` and
+:func:`steps_may_run_in_backward` find out which of Lightning's hooks the user has overridden.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -37,7 +37,7 @@ from strategies.lightning.compat import (
 from strategies.pipeline.optim.optimizers import PipelineOptimizers, follow_optimizer
 
 Undo = Callable[[], Any]
-"""Puts back what a function of this module has replaced."""
+"""Restores what a function of this module has replaced."""
 
 
 # Optimizers
@@ -50,7 +50,7 @@ def follow_optimizers(
 
     Args:
         optimizers: The optimizers over all stages.
-        wrappers: Lightning's wrappers around the user's optimizers, which have a ``zero_grad`` of their own.
+        wrappers: Lightning's wrappers around the user's optimizers, which define ``zero_grad`` themselves.
         after_method: Called after each call of a method that an optimizer's class adds to torch's.
     """
     undo: list[Undo] = []
@@ -68,15 +68,16 @@ def follow_optimizers(
 
 @dataclass(frozen=True)
 class GradientOperations:
-    """What the precision plug-in does to gradients, done to those of all processes.
+    """The precision plug-in's operations on gradients, applied to the gradients of all processes.
 
     Attributes:
         clip_norm: Called with an optimizer and the largest norm, in place of ``clip_grad_by_norm``.
         start_unscaling: Called with an optimizer, the inverse of the loss scale, and whether float16 gradients are
-            allowed, before this process divides its own gradients. Returns a function that takes a scalar, not zero if
-            a gradient of this process is infinite or not a number, and makes it so if one of another process is.
-        clip_value: Called with an optimizer and the largest value, in place of ``clip_grad_by_value``. ``None`` leaves
-            Lightning's, for processes that hold whole parameters and clip their own gradients.
+            allowed, before this process divides its gradients. Returns a function that takes a scalar, which is not
+            zero if a gradient of this process is infinite or NaN. The function makes the scalar nonzero if a gradient
+            of another process is infinite or NaN.
+        clip_value: Called with an optimizer and the largest value, in place of ``clip_grad_by_value``. ``None`` keeps
+            Lightning's function, for processes that hold whole parameters and clip their own gradients.
     """
 
     clip_norm: Callable[[Optimizer, float], Any]
@@ -107,12 +108,12 @@ def operations_over_stages(optimizers: PipelineOptimizers) -> GradientOperations
 
 
 def scaler_of(precision: Precision) -> torch.amp.GradScaler | None:
-    """Return the gradient scaler of a precision plug-in, which only those for float16 have."""
+    """Return the gradient scaler of a precision plug-in, which only plug-ins for float16 have."""
     return getattr(precision, "scaler", None)
 
 
 def after_backward(precision: Precision, function: Callable[[], None]) -> Undo:
-    """Call a function after each backward pass, before the hook ``on_after_backward`` of model and callbacks."""
+    """Call a function after each backward pass, before ``on_after_backward`` of the model and the callbacks."""
     backward: Any = precision.backward
 
     def backward_and_function(*args: Any, **kwargs: Any) -> None:
@@ -155,7 +156,7 @@ def _unscale_everywhere(
 def run_hooks_within(
     callback: Callback, names: Sequence[str], context: Callable[[], AbstractContextManager[Any]]
 ) -> list[Undo]:
-    """Run the hooks of a callback that its class overrides within a context, which is made for each call."""
+    """Run the hooks that the class of a callback overrides within a context, which is made for each call."""
 
     def within(hook: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         with context():
@@ -166,7 +167,7 @@ def run_hooks_within(
 
 
 def before_file_exists(callback: ModelCheckpoint, function: Callable[[], None]) -> Undo:
-    """Call a function each time before a ``ModelCheckpoint`` looks whether a file exists."""
+    """Call a function each time before a ``ModelCheckpoint`` checks whether a file exists."""
     file_exists = callback.file_exists
 
     def function_and_file_exists(*args: Any) -> bool:
@@ -182,7 +183,7 @@ def show_summary(callback: ModelSummary, summary: Callable[[Trainer, LightningMo
 
 
 def add_to_progress_bar(bar: Any, items: Callable[[], dict[str, str]]) -> Undo:
-    """Add items to those that a progress bar shows."""
+    """Add items to a progress bar."""
     get_metrics = bar.get_metrics
     return replaced(bar, "get_metrics", lambda *args: {**get_metrics(*args), **items()})
 
@@ -193,13 +194,13 @@ def around_stop(profiler: PyTorchProfiler, stop: Callable[[Callable[[str], None]
 
 
 Collect = Callable[[str, Any, dict[str, Any]], None]
-"""Called with the name and the value that ``self.log`` got, and its other arguments by name."""
+"""Called with the name and the value that ``self.log`` received, and its other arguments by name."""
 
 
 def collect_logs(model: LightningModule, collector: Callable[[], Collect | None]) -> Undo:
-    """Make ``self.log`` of a model call ``collector()``, or Lightning's method if that is ``None``.
+    """Make ``self.log`` of a model call what ``collector()`` returns, or Lightning's method if it returns ``None``.
 
-    The model can still be copied and pickled: ``log`` of the copy is a method of the copy.
+    The model can still be copied and pickled, because ``log`` of the copy is a method of the copy.
     """
     others = list(signature(LightningModule.log).parameters)[3:]  # after self, name and value
 

@@ -1,4 +1,4 @@
-"""The options of a pipeline, as the user gives them: those of one theme in a dataclass, in Python and in YAML alike.
+"""The options of a pipeline, as the user gives them in Python or YAML. A dataclass groups options of one theme.
 
 ``RPCSequentialStrategy`` documents its arguments; the dataclasses document their fields.
 """
@@ -16,10 +16,10 @@ from strategies.lightning.search_settings import SearchSettings
 from strategies.pipeline.executor.settings import Settings
 
 BALANCES = ("even", "by_size", "by_time")
-"""The ways to balance stages that have a name."""
+"""The named ways to balance stages."""
 
 DEFAULT_THRESHOLD = 0.1
-"""Moving layers takes a second or more, and predictions are not exact."""
+"""A smaller saving may not pay: moving layers takes a second or more, and predictions are not exact."""
 
 
 @dataclass(frozen=True)
@@ -27,22 +27,22 @@ class Schedule:
     """An order of the passes, with its options.
 
     Args:
-        name: Its name, the path of a table, or a function, as for the strategy's argument ``schedule``.
+        name: The name of the order, the path of a table, or a function, as for the strategy's argument ``schedule``.
         chunks: Number of chunks of consecutive layers in each stage, under ``"interleaved"`` (default: 2) and
             ``"zb-h1"`` (default: 1). The model needs at least one layer per chunk. Under ``"auto"``, the largest number
-            that may be chosen (default: 2).
+            that the search may choose (default: 2).
         pipelined_backward: If ``True`` (default), a stage runs the backward passes of the micro-batches one after
             another, so that stages overlap. If ``False``, it runs them in one call of autograd, after the following
             stage has finished its backward passes. ``False`` is for ``"gpipe"`` only.
-        max_microbatches: With ``microbatches="auto"``, the largest number that may be chosen. Default: 32.
-        memory_limit_bytes: Under ``"auto"``, what each process may take for activations and for parameters, which count
-            four times, as with Adam and its gradients. They count five times where a run holds two sets of gradients
-            (``docs/decisions/098-two-sets-of-gradients.md``). A fifth is added for what allocators keep. Default: no
-            limit.
+        max_microbatches: With ``microbatches="auto"``, the largest number that the search may choose. Default: 32.
+        memory_limit_bytes: Under ``"auto"``, the memory that each process may use for activations and parameters. Each
+            parameter counts four times, for the parameter, its gradient and the two states of Adam. It counts five
+            times where a run holds two sets of gradients (``docs/decisions/098-two-sets-of-gradients.md``). A fifth is
+            added for memory that allocators keep. Default: no limit.
 
     Raises:
         MisconfigurationException: If ``pipelined_backward`` is neither ``True`` nor ``False``. The strategy checks the
-            rest, together with its other arguments.
+            other fields, together with its own arguments.
     """
 
     name: str | Path | Callable[[int, int], Any] = "gpipe"
@@ -63,7 +63,7 @@ class Rebalance:
 
     Args:
         every_n_steps: The number of batches after which layers may move. Default: at the end of each epoch.
-        threshold: The share of the time of the passes that must be saved, as recorded steps predict. Default: 0.1.
+        threshold: The share of the time of the passes that a move must save, as recorded steps predict. Default: 0.1.
     """
 
     every_n_steps: int | None = None
@@ -72,7 +72,7 @@ class Rebalance:
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of :class:`~strategies.rpc_sequential.RPCSequentialStrategy` but for those of Lightning."""
+    """The arguments of :class:`~strategies.rpc_sequential.RPCSequentialStrategy`, except Lightning's arguments."""
 
     balance: list[int] | Literal["even", "by_size", "by_time"]
     microbatches: int | Literal["auto"]
@@ -99,14 +99,14 @@ class Options:
 
     @property
     def given_balance(self) -> list[int] | Literal["even"] | None:
-        """The number of layers of each chunk, or ``"even"``, as given; ``None`` if layers are to be measured."""
+        """The number of layers of each chunk, or ``"even"``, as given; ``None`` if layers must be measured."""
         if self.balance == "by_size" or self.balance == "by_time":
             return None
         return self.balance
 
     @property
     def balances_by_time(self) -> bool:
-        """Whether layers are measured in time."""
+        """Whether the layers are balanced by measured time."""
         return self.balance == "by_time"
 
     @property

@@ -1,4 +1,4 @@
-"""Find the part of a ``LightningModule`` that is pipelined, and the number of its layers on each stage."""
+"""Finds the part of a ``LightningModule`` to pipeline, and the number of its layers on each stage."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -42,18 +42,18 @@ from strategies.pipeline.stage.layers import num_recomputed
 from strategies.pipeline.stage.skip import verify_skippables
 
 BUDGET_SECONDS = 1.0
-"""The time that the passes of all layers may take together, beyond warm-up and the first few."""
+"""The time that the measured passes of all layers may take together, beyond warm-up and the first few passes."""
 
 
 def find_path(model: nn.Module, given: str | None, num_stages: int, num_chunks: int | None = None) -> str:
-    """Return the dotted path of the part of the model that is pipelined.
+    """Return the dotted path of the pipelined part of the model.
 
     Args:
         model: The model.
-        given: The path that the user has given; ``None`` to find it: ``"sequential_module"``, else the list of blocks
-            of the classes that a model of Hugging Face names in ``_no_split_modules``, else the only ``nn.ModuleList``
-            (or, without any, the only ``nn.Sequential``) with at least one layer per chunk. An ``nn.Sequential`` beside
-            the ``nn.ModuleList`` is a candidate too if it has more parameters.
+        given: The path that the user has given; ``None`` to find it. The first choice is ``"sequential_module"``. The
+            second is the list of blocks of the classes that a Hugging Face model names in ``_no_split_modules``. The
+            third is the only ``nn.ModuleList`` (or, without any, the only ``nn.Sequential``) with at least one layer
+            per chunk. An ``nn.Sequential`` next to the ``nn.ModuleList`` is a candidate too if it has more parameters.
         num_stages: Number of stages.
         num_chunks: Number of chunks of layers in all stages; by default one per stage.
 
@@ -87,7 +87,7 @@ def find_path(model: nn.Module, given: str | None, num_stages: int, num_chunks: 
 
 
 def _candidates(model: nn.Module, num_layers: int) -> tuple[list[str], list[str]]:
-    """Return the paths of what could be pipelined, and of each ``nn.Sequential`` that is smaller than the list."""
+    """Return the paths of the modules that could be pipelined, and of each ``nn.Sequential`` smaller than the list."""
     lists, sequences = (_outermost(model, kind, num_layers) for kind in (nn.ModuleList, nn.Sequential))
     if not lists:
         return sequences, []
@@ -114,7 +114,7 @@ def _announce(model: nn.Module, path: str, smaller: Sequence[str] = ()) -> None:
 
 
 def _outermost(model: nn.Module, kind: type[Pipelined], num_layers: int) -> list[str]:
-    """Return the paths of modules of a class with enough layers, except those inside another one."""
+    """Return the paths of modules of a class with enough layers, except modules inside another such module."""
     found: list[str] = []
     for path, module in model.named_modules():
         is_inside = any(path.startswith(f"{outer}.") for outer in found)
@@ -132,18 +132,18 @@ def _described(model: nn.Module, path: str) -> str:
 def find_module(
     model: nn.Module, path: str, construction: Construction | None = None, *, needs_values: bool = True
 ) -> Pipelined:
-    """Return the part of the model that is pipelined.
+    """Return the pipelined part of the model.
 
     Args:
         model: The model.
-        path: Its dotted path in the model.
-        construction: What knows how to build parameters that have no values yet.
-        needs_values: Whether other parameters without values are an error.
+        path: The dotted path of the part in the model.
+        construction: Knows how to build parameters that have no values yet.
+        needs_values: Whether parameters without values that it cannot build are an error.
 
     Raises:
-        MisconfigurationException: If there is no ``nn.Sequential`` or ``nn.ModuleList`` at the path, if its parameters
-            have no shapes or no values, if a block is in the list twice or cannot be called, or if the skip connections
-            between layers do not match.
+        MisconfigurationException: If there is no ``nn.Sequential`` or ``nn.ModuleList`` at the path, or if its
+            parameters have no shapes or no values. Also if a block is in the list twice or cannot be called, or if the
+            skip connections between layers do not match.
     """
     kind = type(model).__name__
     try:
@@ -200,7 +200,7 @@ def find_module(
 
 
 def _is_callable(block: nn.Module) -> bool:
-    """Return whether a module has a ``forward``, or another ``__call__`` than that of ``nn.Module``."""
+    """Return whether a module has a ``forward``, or overrides ``__call__`` of ``nn.Module``."""
     kind = type(block)
     return "forward" in vars(block) or kind.forward is not nn.Module.forward or kind.__call__ is not nn.Module.__call__
 
@@ -237,7 +237,8 @@ def warn_of_compiled_model(path: str) -> None:
 def is_called_in_reverse(model: LightningModule, module: Pipelined, device: torch.device, precision: Precision) -> bool:
     """Return whether the model calls the blocks of an ``nn.ModuleList`` from the last to the first.
 
-    This is known only for a model with an ``example_input_array``; blocks of others are taken to be called in order.
+    This is known only for a model with an ``example_input_array``. For a model without it, the blocks are assumed to be
+    called in order.
     """
     if not isinstance(module, nn.ModuleList) or len(module) < 2 or model.example_input_array is None:
         return False
@@ -264,19 +265,19 @@ def find_balance(
     """Return the number of layers of each stage, as given or measured.
 
     Args:
-        model: The model. It is measured on its ``example_input_array``, else, for a model of Hugging Face, on an input
-            made from its configuration. Its parts outside ``module`` are on ``device``.
+        model: The model. It is measured on its ``example_input_array``. Without it, a Hugging Face model is measured on
+            an input made from its configuration. The parts of the model outside ``module`` are on ``device``.
         module: The pipelined part of the model.
         path: Its dotted path in the model, for messages.
         num_stages: Number of stages.
         num_chunks: Number of chunks of layers in all stages.
-        given: The number of layers of each chunk; ``"even"`` for equal numbers; ``None`` to measure each layer and the
-            rest of the model, which the process of the last stage runs. Without an input, only parameters count, and
-            only if the layers are all alike.
+        given: The number of layers of each chunk, or ``"even"`` for equal numbers. ``None`` measures each layer and the
+            rest of the model, which the process of the last stage runs. Without an input, only the parameters count,
+            and the layers must all be alike.
         by_time: Whether seconds are measured, otherwise bytes.
         settings: Micro-batches, schedule and recomputation.
         device: Where a copy of one layer at a time is measured.
-        precision: The precision of the training; by default that of the tensors.
+        precision: The precision of the training; by default, the precision of the tensors.
         in_reverse: Whether the first stage has the last layers.
         num_processes: Number of processes on a host, of all replicas; by default one for each stage.
 
@@ -345,7 +346,7 @@ def _costs(
             return costs_of(model, module, example, measure, device)
     try:
         return costs_of(model, module, example, measure, device)
-    except Exception as error:  # whatever a model raises that needs another input
+    except Exception as error:  # a model that needs a different input may raise anything
         kind = type(found.model).__name__
         if not _are_alike(module):
             raise MisconfigurationException(
@@ -366,10 +367,10 @@ class FoundExample:
     """An input on which a model can be measured.
 
     Attributes:
-        model: The model that takes it.
+        model: The model that takes the input.
         value: The input; a tuple is passed as positional arguments, a dict as keyword arguments.
-        is_made: Whether it is made from the configuration of a model of Hugging Face, with the rows of a micro-batch;
-            otherwise it is the model's ``example_input_array``, a batch.
+        is_made: Whether the input is made from the configuration of a Hugging Face model, with the rows of a
+            micro-batch; otherwise it is the model's ``example_input_array``, a batch.
     """
 
     model: nn.Module
@@ -400,7 +401,7 @@ def _moved(value: Any, device: torch.device) -> Any:
 def _explained(
     balance: list[int], costs: Costs[float, float], module: Pipelined, path: str, *, is_counted: bool
 ) -> str:
-    """Return a line on the balance and on the cost of the driver's own part."""
+    """Return a line that states the balance and the cost of what the driver runs outside the layers."""
     unit = "blocks" if isinstance(module, nn.ModuleList) else "layers"
     mean = sum(costs.layers) / len(costs.layers)
     number = f"as much as {costs.driver / mean:.1f} {unit}" if mean > 0 else f"{costs.driver:.3g}"
@@ -413,16 +414,16 @@ def _explained(
 
 
 def _are_alike(layers: Pipelined) -> bool:
-    """Return whether all layers are of one kind: modules, shapes of tensors, plain attributes."""
+    """Return whether all layers have the same modules, shapes of tensors and plain attributes."""
     return len(set(kinds_of([*layers]))) == 1
 
 
 @contextmanager
 def measuring(model: nn.Module, num_processes: int, precision: Precision) -> Iterator[None]:
-    """Within this, a layer computes as in training.
+    """Context in which a layer computes as in training.
 
-    That is with the share of threads of a process among so many on a host, in the precision of the training, without a
-    key-value cache, and with memory that earlier passes have freed.
+    It computes in the precision of the training, without a key-value cache, and with memory that earlier passes have
+    freed. It gets the number of threads of one of ``num_processes`` processes on a host.
     """
     caches = torch.is_autocast_cache_enabled()
     threads = share_of_threads(num_processes)
@@ -436,7 +437,7 @@ def measuring(model: nn.Module, num_processes: int, precision: Precision) -> Ite
 
 @contextmanager
 def _without_cache(model: nn.Module) -> Iterator[None]:
-    """Within this, models of Hugging Face fill no key-value cache."""
+    """Context in which Hugging Face models fill no key-value cache."""
     undo = switch_off_cache(model)
     try:
         yield
@@ -447,7 +448,7 @@ def _without_cache(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def with_threads(number: int) -> Iterator[None]:
-    """Within this, torch computes with a number of threads."""
+    """Context in which torch computes with a number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:

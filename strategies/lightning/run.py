@@ -1,4 +1,4 @@
-"""A run of a pipeline from ``setup`` to ``teardown``: what is known before workers start, and all of it afterwards.
+"""The state of a run of a pipeline from ``setup`` to ``teardown``: the part known before workers start, and the whole.
 
 options ──▶ Preparation: trainer, model, module, ... ──▶ Run: the same, the pipeline, its states, the training step
             checks, balance, optimizers                  hooks, batches, checkpoints
@@ -27,17 +27,17 @@ class TrainingStep(Protocol):
         """Return the output of ``training_step(*args, **kwargs)``."""
 
     def share_of_replica(self) -> float | None:
-        """Return the share of this replica in the mean of gradients; ``None`` if all replicas have the same."""
+        """Return the share of this replica in the mean of gradients; ``None`` if all shares are equal."""
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """What is known of a run before workers start.
+    """What is known about a run before workers start.
 
     Attributes:
         ranks: The strategy: its devices, its replicas, and Lightning's plug-ins.
         options: The options that the user gave.
-        settings: Settings of the pipeline; under ``schedule="auto"`` without the schedule, until it is found.
+        settings: Settings of the pipeline; under ``schedule="auto"``, without the schedule until the search finds it.
         trainer: The Trainer.
         model: The model.
         module: The part of the model that is pipelined.
@@ -56,7 +56,7 @@ class Preparation:
 
     @property
     def is_fitting(self) -> bool:
-        """Whether the run is one of ``fit``."""
+        """Whether the run is a ``fit``."""
         return self.trainer.state.fn == TrainerFn.FITTING
 
     @property
@@ -86,7 +86,7 @@ class Preparation:
         return stages_of_chunks(self.settings, self.num_stages)
 
     def with_settings(self, settings: Settings) -> "Preparation":
-        """Return the same with other settings."""
+        """Return a copy with these settings."""
         return replace(self, settings=settings)
 
 
@@ -99,9 +99,9 @@ class Run(Preparation):
         states: The state of all stages, for checkpoints.
         training_step: Runs ``training_step`` of the model.
         check_memory: Raises a ``ValueError`` if a stage does not fit into memory.
-        move: Moves layers between two batches, so that chunks have other numbers of layers; also called with the end
-            of the line that says what has moved.
-        before_batch: Called before each training batch; a feature may add to them.
+        move: Moves layers between two batches to match a new balance. Its arguments are the balance and the end of the
+            line that reports the move.
+        before_batch: Called before each training batch; a feature may add functions.
         after_batches: Called when a validation begins, or the last training batch is over.
     """
 
@@ -115,7 +115,7 @@ class Run(Preparation):
 
     @classmethod
     def of(cls, prepared: Preparation, pipeline: Pipeline, **rest: Any) -> "Run":
-        """Return the run of a pipeline that has started. ``rest`` are the other attributes of its own."""
+        """Return the run of a pipeline that has started. ``rest`` holds the other attributes of this class."""
         known = {field.name: getattr(prepared, field.name) for field in fields(Preparation)}
         states = StageStates(pipeline, prepared.model, prepared.path)
         return cls(**known, pipeline=pipeline, states=states, **rest)

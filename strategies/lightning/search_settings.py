@@ -1,4 +1,4 @@
-"""``schedule="auto"`` but for the search: what it may choose, and whether an earlier result can be used again."""
+"""The settings of ``schedule="auto"``: what the search may choose, and whether an earlier result can be used again."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,12 +28,12 @@ class SearchSettings:
 
     @property
     def finds_microbatches(self) -> bool:
-        """Whether the number of micro-batches is to be found."""
+        """Whether the search chooses the number of micro-batches."""
         return self.microbatches == AUTO
 
     @property
     def given_microbatches(self) -> int:
-        """The number of micro-batches where none is found."""
+        """The number of micro-batches, or the default if the search chooses the number."""
         return DEFAULT_MICROBATCHES if self.microbatches == "auto" else self.microbatches
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ class SearchSettings:
 
 
 def with_schedule(settings: Settings, planned: PlannedSchedule) -> Settings:
-    """Return settings with the schedule and the number of micro-batches that were found."""
+    """Return settings with the schedule and the number of micro-batches that the search found."""
     return replace(settings, schedule=planned, chunks=None, microbatches=planned.microbatches)
 
 
@@ -72,7 +72,7 @@ def fits(
     choices: SearchSettings,
     gradient_sets: int = 1,
 ) -> bool:
-    """Return whether a schedule that was found earlier can be used again: whether it obeys the settings of this run."""
+    """Return whether a schedule from an earlier search can be used again, because it obeys the settings of this run."""
     chunks, limit = planned.chunks, choices.memory_limit_bytes
     if len(planned.table) != num_stages or sum(planned.balance) != num_layers:
         return False

@@ -22,17 +22,17 @@ class WholeBatch:
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the output of ``training_step``."""
-        # A second call of a step that steps its optimizers itself would do that too.
+        # A training_step that steps its optimizers itself must not run twice.
         repeat = self._repeat if self._model.automatic_optimization else None
         with self._pipeline.step(repeat, args, kwargs):
             return self._run(*args, **kwargs)
 
     def share_of_replica(self) -> float | None:
-        """Return ``None``: all replicas count the same, as in Lightning."""
+        """Return ``None``: all replicas have the same share, as in Lightning."""
         return None
 
     def _repeat(self, *args: Any, **kwargs: Any) -> Any:
-        """Run ``training_step`` once more, for some rows of the batch, without logging anything."""
+        """Run ``training_step`` again for some rows of the batch, without logging anything."""
         check_repeatable(self._model)
         undo = without_logs(self._model)
         try:

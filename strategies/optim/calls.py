@@ -1,10 +1,11 @@
-"""Calls of the user's optimizer that other processes follow: ``step``, and the methods that its class adds to torch's.
+"""Calls of the user's optimizer that other processes repeat: ``step``, and methods that its class adds to torch's.
 
-With a call travel its arguments, which must be plain, and the hyperparameters that the optimizer has then. They may
-change from step to step, so learning-rate schedulers stay in the process in which the user made them.
+Each call carries its arguments, which must be of plain types, and the current hyperparameters of the optimizer. The
+hyperparameters may change from step to step, so learning-rate schedulers stay in the process in which the user made
+them.
 
-Only calls by user code are followed. What an optimizer calls within its own step or methods runs in every process
-anyway, because every process makes the step or calls the method::
+Other processes repeat (*follow*) only calls by user code. What an optimizer calls within its own step or methods runs
+in every process anyway, because every process makes the step or calls the method::
 
     optimizer.step(closure)       user code      followed: every process steps
       ├─ step pre-hooks           user code
@@ -39,7 +40,7 @@ INSTEAD = (
     "an optimizer that updates each parameter from its own gradient and state, such as AdamW, or train with "
     "strategy='ddp' or in one process."
 )
-"""What messages advise for an optimizer that cannot be divided."""
+"""The advice in messages about an optimizer that cannot be divided."""
 
 _running: ContextVar[tuple[Optimizer, ...]] = ContextVar("optimizers whose own code runs", default=())
 """The optimizers whose own code runs in this thread, the innermost last; empty while user code runs."""
@@ -52,9 +53,9 @@ _added: WeakKeyDictionary[type[Optimizer], tuple[str, ...]] = WeakKeyDictionary(
 
 
 def runs_own_code(optimizer: Optimizer | None = None) -> bool:
-    """Return whether the own code of ``optimizer``, or of any optimizer if it is left out, runs in this thread.
+    """Return whether code of ``optimizer``, or of any optimizer if it is left out, runs in this thread.
 
-    Known for steps of optimizers that :func:`track_steps` tracks, and for methods that :func:`follow_methods` follows.
+    This covers steps of optimizers that :func:`track_steps` tracks, and methods that :func:`follow_methods` follows.
     """
     running = _running.get()
     return bool(running) if optimizer is None else any(each is optimizer for each in running)
@@ -62,7 +63,7 @@ def runs_own_code(optimizer: Optimizer | None = None) -> bool:
 
 @contextmanager
 def own_code(optimizer: Optimizer) -> Iterator[None]:
-    """Mark what runs within as the own code of ``optimizer``."""
+    """Context whose body is marked as code of ``optimizer``."""
     token = _running.set((*_running.get(), optimizer))
     try:
         yield
@@ -72,7 +73,7 @@ def own_code(optimizer: Optimizer) -> Iterator[None]:
 
 @contextmanager
 def user_code() -> Iterator[None]:
-    """Mark what runs within as user code."""
+    """Context whose body is marked as user code."""
     token = _running.set(())
     try:
         yield
@@ -81,14 +82,14 @@ def user_code() -> Iterator[None]:
 
 
 def track_steps(optimizer: Optimizer, draws: "Draws | None" = None) -> Callable[[], None]:
-    """Mark the body of every ``step`` of an optimizer as its own code; see :func:`runs_own_code`.
+    """Mark the body of every ``step`` of an optimizer as the optimizer's own code; see :func:`runs_own_code`.
 
     Two step hooks enclose the body. The method ``step`` of the object is replaced as well, since torch calls no hook
     after a step that raises.
 
     Args:
         optimizer: The optimizer.
-        draws: Refuses steps in which the body draws random numbers.
+        draws: Refuses steps whose body draws random numbers.
 
     Returns:
         A function that ends the tracking.
@@ -98,7 +99,7 @@ def track_steps(optimizer: Optimizer, draws: "Draws | None" = None) -> Callable[
     method, had, tracks = optimizer.step, "step" in vars(optimizer), True
 
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if not tracks:  # a learning-rate scheduler has kept this function
+        if not tracks:  # tracking has ended, but a learning-rate scheduler still holds this function
             return method(*args, **kwargs)
         _hooks_of(begin).move_to_end(begin.id)  # behind all pre-hooks of the user
         _hooks_of(end).move_to_end(end.id, last=False)  # ahead of all post-hooks of the user
@@ -144,16 +145,16 @@ def _hooks_of(handle: Any) -> Any:
 
 
 class Draws:
-    """Refuses steps in which the own code of an optimizer draws random numbers.
+    """Refuses steps in which an optimizer's own code draws random numbers.
 
-    Each process has generators of its own, so it would draw other numbers than one process that makes the whole step.
-    A trial on small copies (:mod:`~strategies.optim.trial`) finds most optimizers that draw before the training
-    starts. Some draw only for large parameters or in few steps, which the states of the global generators before and
-    after each step show.
+    Each process has its own generators, so it would draw different numbers than one process that makes the whole step.
+    Before training starts, a trial on small copies (:mod:`~strategies.optim.trial`) finds most optimizers that draw
+    random numbers. Some draw only for large parameters or in few steps. This class finds these by comparing the states
+    of the global generators before and after each step.
 
     Args:
         optimizer: The optimizer.
-        is_divided: Whether several processes make the step; nothing is refused otherwise.
+        is_divided: Whether several processes make the step. Otherwise no step is refused.
         refused: Type of the error.
     """
 
@@ -167,11 +168,11 @@ class Draws:
         self._before: dict[str, Any] = {}
 
     def begin(self) -> None:
-        """Read the states of the generators: the own code of the optimizer begins or goes on."""
+        """Read the states of the generators, when the optimizer's own code begins or continues."""
         self._before = generator_states() if self._is_divided() else {}
 
     def check(self) -> None:
-        """Compare the states: the own code of the optimizer ends or is interrupted by user code.
+        """Compare the states, when the optimizer's own code ends or calls user code.
 
         Raises:
             Exception: Of the type ``refused``, if random numbers have been drawn.
@@ -188,7 +189,7 @@ class Draws:
 
 
 def draws_message(name: str, used: Iterable[str]) -> str:
-    """Return the message of the error for an optimizer of the class ``name`` that has used some generators."""
+    """Return the error message for an optimizer of the class ``name`` that has used some generators."""
     return (
         f"{name} draws random numbers in its step (from {' and '.join(used)}). Each process steps its own parameters "
         "and would draw other numbers than one process, so it cannot be divided over processes. If an option of "
@@ -216,15 +217,15 @@ def follow_steps(
 ) -> list[Callable[[], None]]:
     """Call ``update`` in each step of an optimizer, as soon as the gradients for the step are computed.
 
-    That is after the closure if the step gets one, and before the step otherwise. A step that is a part of another step
-    of the same optimizer (``super().step()``) does not count.
+    The call is made after the closure if the step gets a closure, and before the step otherwise. A step within another
+    step of the same optimizer (``super().step()``) does not count.
 
     Args:
         optimizer: The user's optimizer.
         update: Called once in each step.
         evaluate: Calls the closure.
-        is_divided: Whether other processes make a part of the step, in which the optimizer must draw no random numbers.
-        refused: Type of the error that is raised in a step that evaluates its closure twice or draws random numbers.
+        is_divided: Whether other processes make a part of the step. The optimizer must then draw no random numbers.
+        refused: Type of the error for a step that evaluates its closure twice or draws random numbers.
 
     Returns:
         Functions that undo this.
@@ -235,7 +236,7 @@ def follow_steps(
 
 
 def after_steps(optimizer: Optimizer, function: Callable[[Optimizer], None]) -> Callable[[], None]:
-    """Call a function with the optimizer after each of its steps; returns a function that undoes this."""
+    """Call a function with the optimizer after each step of the optimizer; return a function that undoes this."""
 
     def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         function(optimizer)
@@ -314,7 +315,8 @@ def arguments_of_step(
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return the groups of an optimizer without the parameters: learning rates, betas, weight decays and so on.
 
-    Tensors are copied to the CPU: RPC sends no others, and schedulers may change them in place before they are sent.
+    Tensors are copied to the CPU, because RPC sends only CPU tensors, and because schedulers may change a tensor in
+    place before it is sent.
     """
     return [
         {name: _copied(value) for name, value in group.items() if name != "params"} for group in optimizer.param_groups
@@ -322,13 +324,13 @@ def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def _copied(value: Any) -> Any:
-    if type(value) in (bool, int, float, str, type(None)):  # to look for tensors in a value takes several microseconds
+    if type(value) in (bool, int, float, str, type(None)):  # searching a value for tensors takes several microseconds
         return value
     return tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), value)
 
 
 def set_hyperparameters(optimizer: Optimizer, values: Iterable[Mapping[str, Any]]) -> None:
-    """Set what :func:`hyperparameters` returned on an optimizer with the same groups."""
+    """Set hyperparameters that :func:`hyperparameters` returned, on an optimizer with the same groups."""
     for group, new in zip(optimizer.param_groups, values, strict=True):
         group.update(new)
 
@@ -343,7 +345,7 @@ def _check_plain(method: str, arguments: Any) -> None:
 
 
 def _foreign(value: Any) -> str:
-    """Return the name of the class of something in ``value`` that is not of a plain type, or an empty string."""
+    """Return the name of the class of an object in ``value`` that is not of a plain type, or an empty string."""
     if type(value) in (dict, list, tuple, set):
         items = [*value, *value.values()] if isinstance(value, dict) else value
         return next((found for item in items if (found := _foreign(item))), "")
@@ -370,7 +372,7 @@ class MethodCall:
 
     def on(self, optimizer: Optimizer) -> Any:
         """Make the call on an optimizer in this process."""
-        method = getattr(type(optimizer), self.name)  # the object has a FollowedMethod of that name
+        method = getattr(type(optimizer), self.name)  # the attribute of the object is a FollowedMethod
         with own_code(optimizer):
             return method(optimizer, *self.args, **self.kwargs)
 
@@ -387,7 +389,7 @@ def added_methods(optimizer: Optimizer) -> tuple[str, ...]:
 def follow_methods(
     optimizer: Optimizer, call: Callable[[Optimizer, MethodCall], Any], holders: Iterable[Any]
 ) -> list[Callable[[], None]]:
-    """Have calls of the methods that an optimizer's class adds to torch's made in every process.
+    """Make every process repeat calls of the methods that an optimizer's class adds to torch's.
 
     Args:
         optimizer: The user's optimizer.
@@ -415,13 +417,13 @@ def _call_method(
 
 
 def same_result(optimizer: Optimizer, call: MethodCall, result: Any, ask: Callable[[], Mapping[str, Any]]) -> Any:
-    """Return the result of a method, which each process computes from its own parameters and which must be the same.
+    """Return the result of a method. Each process computes it from its own parameters, and all must be equal.
 
     Args:
         optimizer: The optimizer.
         call: The call.
-        result: What it returned in this process.
-        ask: Asks for what it returned in other processes; returns that by the description of the process.
+        result: The result in this process.
+        ask: Returns the results in the other processes, by the description of the process.
 
     Raises:
         RuntimeError: If the results differ or cannot be compared.

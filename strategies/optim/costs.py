@@ -1,4 +1,4 @@
-"""What an optimizer costs: the size of its states, and the time and the memory of its step, measured on copies."""
+"""The cost of an optimizer: the size of its states, and the time and memory of its step, measured on copies."""
 
 import statistics
 import time
@@ -18,17 +18,17 @@ from strategies.optim.small_copies import CopyingWay, mode_switch, small_copy, s
 _TIMED_STEPS = 7
 
 _ELEMENTS_FOR_SIZES = 2**16
-"""How many elements a copy has whose states are measured: optimizers with 8-bit states use 32 bits for small ones."""
+"""Number of elements of a copy whose states are measured. For fewer, optimizers with 8-bit states may use 32 bits."""
 
 
 def state_bytes(optimizer: Optimizer) -> dict[Tensor, int]:
-    """Return how large the states of each trained parameter are, in bytes.
+    """Return the size in bytes of the states of each trained parameter.
 
-    Only states with an element for each element of the parameter count, so the states of an optimizer that keeps a
-    matrix in parts, such as Adafactor, are larger than this in fact, and none is smaller.
+    Only states with an element for each element of the parameter count. So the result is a lower bound: an optimizer
+    that keeps a matrix in factors, such as Adafactor, has larger states.
 
     Returns:
-        The bytes by parameter; for all of them 0 if a small copy of the optimizer cannot be stepped.
+        The bytes by parameter; 0 for all parameters if a small copy of the optimizer cannot be stepped.
     """
     alike: dict[Any, list[Tensor]] = {}
     for number, group in enumerate(optimizer.param_groups):
@@ -41,7 +41,7 @@ def state_bytes(optimizer: Optimizer) -> dict[Tensor, int]:
         for way in (CopyingWay(False, False), CopyingWay(False, True)):
             try:
                 per_element = _state_bytes_per_element(optimizer, largest, way)
-            except Exception:  # optimizers raise errors of any type, and need not be tried here to be used
+            except Exception:  # optimizers raise errors of any type, and one that fails here may still work
                 continue
             for parameters, number_bytes in zip(alike.values(), per_element, strict=True):
                 sizes.update({p: number_bytes * p.numel() for p in parameters})
@@ -50,7 +50,7 @@ def state_bytes(optimizer: Optimizer) -> dict[Tensor, int]:
 
 
 def _state_bytes_per_element(optimizer: Optimizer, sample: Sequence[Tensor], way: "CopyingWay") -> list[int]:
-    """Step a copy over copies of ``sample``; return the bytes of state for each element of each of them."""
+    """Step a copy of the optimizer over copies of ``sample``; return the bytes of state per element of each copy."""
     small = small_parameters(sample, _shape_for_sizes)
     own = small_copy(optimizer, dict(zip(map(id, sample), small, strict=True)), sample, ..., way)
     for p in small:
@@ -67,12 +67,13 @@ def _state_bytes_per_element(optimizer: Optimizer, sample: Sequence[Tensor], way
 
 @dataclass(frozen=True)
 class StepCost:
-    """What a step of an optimizer over some parameters costs.
+    """The cost of a step of an optimizer over some parameters.
 
     Attributes:
         seconds: The median time of a step.
-        extra_bytes: What the step takes at most, beyond parameters, gradients and states.
-        together: Whether it takes this for all parameters at the same time (``foreach``), or for one after another.
+        extra_bytes: The peak memory of the step, beyond parameters, gradients and states.
+        together: Whether the step uses this memory for all parameters at the same time (``foreach``), or for one
+            parameter after another.
     """
 
     seconds: float = 0.0
@@ -89,9 +90,9 @@ class StepCost:
 
 
 class StepCosts:
-    """Measures steps of an optimizer, on copies of some of its parameters that are as large as these.
+    """Measures steps of an optimizer on copies of some of its parameters, in their full size.
 
-    Parameters of the same shapes, dtypes and groups are measured once.
+    Parameters with the same shapes, dtypes and groups are measured once.
 
     Attributes:
         refused: The error of a copy that could not be stepped.
@@ -114,9 +115,9 @@ class StepCosts:
         self.refused: Exception | None = None
 
     def of(self, parameters: Iterable[Tensor]) -> StepCost:
-        """Return the cost of a step over those of the parameters that the optimizer steps.
+        """Return the cost of a step over the given parameters, as far as the optimizer steps them.
 
-        It is nothing if a copy of the optimizer cannot be stepped, and for parameters on the ``meta`` device.
+        The cost is zero if a copy of the optimizer cannot be stepped, and for parameters on the ``meta`` device.
         """
         stepped = [p for p in parameters if p in self._group_of and p.requires_grad and not p.is_meta]
         key = tuple((self._group_of[p], p.shape, p.dtype, p.device) for p in stepped)
@@ -144,7 +145,7 @@ class StepCosts:
             p.grad = grad.to_sparse(1) if way.sparse and p.ndim else grad
         if (switch := mode_switch(own, "train")) is not None:
             switch()
-        own.step()  # makes the states
+        own.step()  # creates the states
         with LiveBytes() as live:
             own.step()
         seconds = []
@@ -156,7 +157,7 @@ class StepCosts:
         return StepCost(statistics.median(seconds), live.peak, self._is_together(stepped))
 
     def _is_together(self, stepped: Sequence[Tensor]) -> bool:
-        """Return whether a step works on lists of tensors: if asked to, and for CUDA by default."""
+        """Return whether a step works on lists of tensors: if ``foreach`` is set, and on CUDA by default."""
         for p in stepped:
             group = self._optimizer.param_groups[self._group_of[p]]
             by_default = "foreach" in group and p.is_cuda and not group.get("fused")

@@ -1,4 +1,4 @@
-"""The user's optimizer, restricted to the parameters that one process owns, and the state of such parts.
+"""The user's optimizer, restricted to the parameters of one process, and the states of these parameters.
 
 ``configure_optimizers`` runs once, on the whole model. Parameters are numbered over all groups, as in
 ``Optimizer.state_dict()``.
@@ -54,7 +54,7 @@ def taken_apart(optimizer: Optimizer) -> tuple[type[Optimizer], dict[str, Any]]:
 
 
 def put_together(cls: type[Optimizer], attributes: dict[str, Any]) -> Optimizer:
-    """Make an optimizer of what :func:`taken_apart` returned."""
+    """Make an optimizer from the result of :func:`taken_apart`."""
     optimizer = object.__new__(cls)
     optimizer.__setstate__(attributes)
     return optimizer
@@ -89,7 +89,7 @@ def numbers_of(optimizer: Optimizer, owned: Collection[Tensor]) -> list[int]:
 
 
 def part_of(states: Mapping[Any, Any], numbers: Collection[int]) -> dict[Any, Any]:
-    """Return the states of some parameters, by number, and all entries that belong to no parameter."""
+    """Return the states of some parameters, by number, and all entries that do not belong to a parameter."""
     wanted = set(numbers)
     return {key: state for key, state in states.items() if key in wanted or not isinstance(key, int)}
 
@@ -98,23 +98,24 @@ def is_by_element(value: Tensor, shape: Sequence[int]) -> bool:
     """Return whether a state of an optimizer has one entry for each element of a parameter, in its shape or flattened.
 
     Args:
-        value: The state: of a whole parameter, or of some of its rows.
+        value: The state, for a whole parameter or for some of its rows.
         shape: The shape of the whole parameter or of these rows.
     """
     return value.ndim > 0 and (tuple(value.shape) == tuple(shape) or tuple(value.shape) == (math.prod(shape),))
 
 
 def in_order(states: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return states sorted by the number of the parameter; entries that belong to no parameter come last."""
+    """Return states sorted by the number of the parameter; entries that do not belong to a parameter come last."""
     return dict(sorted(states.items(), key=lambda item: item[0] if isinstance(item[0], int) else math.inf))
 
 
 def load_states(optimizer: Optimizer, states: Mapping[Any, Any]) -> None:
-    """Load states of single parameters, converted to device and dtype of the parameter as by ``load_state_dict``.
+    """Load states of single parameters, converted to device and dtype of the parameter as in ``load_state_dict``.
 
     Args:
         optimizer: The optimizer, which may be restricted.
-        states: States by the number of the parameter *in this optimizer*, and entries that belong to no parameter.
+        states: States by the number of the parameter *in this optimizer*, and entries that do not belong to a
+            parameter.
     """
     groups = _without_compiler(optimizer, "state_dict")()["param_groups"]
     _without_compiler(optimizer, "load_state_dict")({"state": dict(states), "param_groups": groups})
@@ -123,15 +124,15 @@ def load_states(optimizer: Optimizer, states: Mapping[Any, Any]) -> None:
 def _without_compiler(optimizer: Optimizer, name: str) -> Callable[..., Any]:
     """Return a method of an optimizer that does not import torch's compiler.
 
-    torch's own methods import it to exclude themselves from compilation. That takes a second in a process that has not
-    imported it, such as a worker that takes the place of a lost one, and nothing has been compiled there.
+    torch's own methods import the compiler to exclude themselves from compilation. The import takes a second in a
+    process that has not imported it, such as a worker that replaces a lost worker, and no code is compiled there.
     """
     own: Callable[..., Any] = getattr(optimizer, name)
     if "torch._dynamo" in sys.modules or getattr(own, "__func__", None) is not getattr(Optimizer, name):
         return own
     function = getattr(Optimizer, name)
     while hasattr(function, "__wrapped__") and function.__globals__["__name__"].startswith("torch."):
-        function = function.__wrapped__  # what wraps the method around torch's own wrapper stays
+        function = function.__wrapped__  # keep wrappers that are not torch's own
     return partial(function, optimizer)
 
 
@@ -139,7 +140,7 @@ def check_optimizer_states(optimizers: Sequence[Optimizer], states: Sequence[Map
     """Check that the states in a checkpoint fit the optimizers, before any of them is loaded.
 
     Raises:
-        ValueError: If they do not.
+        ValueError: If they do not fit.
     """
     if len(optimizers) != len(states):
         raise ValueError(
@@ -151,8 +152,8 @@ def check_optimizer_states(optimizers: Sequence[Optimizer], states: Sequence[Map
 
 
 def check_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], words: str) -> None:
-    """Check a state dict for one optimizer, which messages call ``words``; see :func:`check_optimizer_states`."""
-    saved = state.get("param_groups", [])  # a stand-in for an optimizer has none
+    """Check a state dict for an optimizer, described by ``words`` in messages; see :func:`check_optimizer_states`."""
+    saved = state.get("param_groups", [])  # a stand-in for an optimizer has no groups
     sizes = [[len(group["params"]) for group in groups] for groups in (optimizer.param_groups, saved)]
     if sizes[0] != sizes[1]:
         raise ValueError(
@@ -169,7 +170,7 @@ def check_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], words:
 
 @contextmanager
 def narrowed(optimizer: Optimizer, owned: Iterable[Tensor]) -> Iterator[None]:
-    """Leave only the parameters in ``owned`` in the groups of an optimizer while the context is active."""
+    """Context in which the groups of an optimizer contain only the parameters in ``owned``."""
     kept, whole = {id(p) for p in owned}, [group["params"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["params"] = [p for p in group["params"] if id(p) in kept]

@@ -22,10 +22,10 @@ from torch.optim import Optimizer
 from strategies.optim.restricted import parameters_of, put_together, taken_apart
 
 Rows = slice | EllipsisType
-"""Some rows of a parameter, or all of it, also if it is a scalar: an index of the tensor."""
+"""An index of a parameter: a slice for some of its rows, or ``...`` for the whole parameter, even if it is a scalar."""
 
 ELEMENTS = 3
-"""How many elements a copy of a parameter has along each dimension."""
+"""Number of elements of a copy of a parameter along each dimension."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def _few_elements(shape: Sequence[int]) -> list[int]:
 def small_parameters(
     sample: Sequence[Tensor], shape_of: Callable[[Sequence[int]], list[int]] = _few_elements
 ) -> list[Tensor]:
-    """Return random parameters with the same number of dimensions, dtype and device; equal at each call."""
+    """Return random parameters with the same number of dimensions, dtype and device; each call returns equal values."""
     generator = torch.Generator().manual_seed(0)
     made: list[Tensor] = []
     for p in sample:
@@ -58,7 +58,7 @@ def small_parameters(
 
 
 def rows_of(small: Tensor, rows: Rows) -> Tensor:
-    """Return a parameter that has some rows of a small one."""
+    """Return a parameter that consists of some rows of a small parameter."""
     if rows is ...:
         return small
     own = nn.Parameter(small.detach()[rows].clone())
@@ -73,10 +73,10 @@ def small_copy(
     rows: Rows,
     way: CopyingWay,
 ) -> Optimizer:
-    """Return a copy of the optimizer over some of the small parameters, or over some rows of them."""
+    """Return a copy of the optimizer over some of the small parameters, or over some of their rows."""
     cls, attributes = taken_apart(optimizer)
     kept = {id(p) for p in share}
-    # References to a parameter become references to the small one, or to one that is never stepped.
+    # References to a parameter become references to its small copy, or to a parameter that is never stepped.
     memo: dict[int, Any] = {id(p): small.get(id(p), nn.Parameter(torch.zeros(1))) for p in parameters_of(optimizer)}
     state = copy.copy(optimizer.state)
     state.clear()
@@ -107,12 +107,12 @@ def _copied(value: Any, memo: Mapping[int, Any]) -> Any:
         return value.clone_state()
     try:
         return copy.deepcopy(value, dict(memo))
-    except Exception:  # copying raises whatever the object's methods raise
+    except Exception:  # copying calls methods of the object, which may raise anything
         return value
 
 
 def _small_state(value: Any, original: Tensor, small: Tensor, memo: Mapping[int, Any], rows: Rows) -> Any:
-    """Return the part of a state that belongs to the first elements of its parameter, or to some rows of these."""
+    """Return the part of a state for the first elements of its parameter, or for some rows of these elements."""
     if isinstance(value, list | tuple):
         return type(value)([_small_state(item, original, small, memo, rows) for item in value])
     if not isinstance(value, Tensor):
@@ -139,7 +139,7 @@ def _takes_nothing(method: Callable[..., Any]) -> bool:
 
 @contextmanager
 def undisturbed(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Restore random states and the number of threads afterwards, and ignore warnings of optimizers."""
+    """Context that ignores warnings of optimizers, and restores random states and the number of threads on exit."""
     python, numbers, threads = random.getstate(), np.random.get_state(), torch.get_num_threads()
     gpus = {p.device.index for p in parameters if p.is_cuda}
     with torch.random.fork_rng(devices=sorted(gpus)), torch.enable_grad(), warnings.catch_warnings():

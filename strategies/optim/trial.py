@@ -1,12 +1,12 @@
-"""Finds out whether an optimizer can be divided over processes, by steps of small copies, as a whole and in parts.
+"""Finds out whether an optimizer can be divided over processes, by stepping small copies as a whole and in parts.
 
     one process          step of all parameters ──────────────┐
     several processes    step of part 0, step of part 1 ──────┴─▶ same parameters, states and hyperparameters?
 
 A part is some of the parameters, or, under ZeRO stage 3, some rows of every parameter. The copies have a few parameters
-of a few elements each, with random values. They get the same gradients, and are compared in the middle of the steps, as
-if several processes went on from a checkpoint of one process, after the last step, and after an infinite gradient. The
-original is not changed.
+of a few elements each, with random values, and get the same gradients. They are compared in the middle of the steps,
+after the last step, and after an infinite gradient. In the middle, the several processes continue as from a checkpoint
+of one process. The original is not changed.
 """
 
 import inspect
@@ -29,21 +29,21 @@ from strategies.optim.trial_process import TrialProcess
 _STEPS = 10
 
 _ROWS = slice(2), slice(2, None)
-"""The rows of each of two processes, if each has some rows of every parameter."""
+"""The rows of the two processes of a trial in which each process steps some rows of every parameter."""
 
 _PER_PART = 2
-"""How many parameters of each group and part have a copy; one, if there are many groups."""
+"""Number of parameters of each group and part that have a copy; one, if there are many groups."""
 
 _MANY_GROUPS = 16
 
 
 def check_divisible(optimizer: Optimizer, parts: Sequence[Collection[Tensor]] | None = None) -> None:
-    """Check that processes that each step some of the parameters get the result of one process.
+    """Check that several processes, each of which steps some of the parameters, get the result of one process.
 
     Args:
         optimizer: The optimizer of the whole model.
-        parts: For a pipeline, the parameters of each process; the last process is the driver, whose hyperparameters the
-            others use. By default, the check is for ranks that may divide the parameters in any way, each with its own
+        parts: For a pipeline, the parameters of each process. The last process is the driver, whose hyperparameters all
+            workers use. By default, the check is for ranks that may divide the parameters in any way, each with its own
             hyperparameters.
 
     Raises:
@@ -75,7 +75,7 @@ def check_divisible(optimizer: Optimizer, parts: Sequence[Collection[Tensor]] | 
 
 
 def check_by_element(optimizer: Optimizer) -> None:
-    """Check that processes that each step some rows of every parameter get the result of one process.
+    """Check that several processes, each of which steps some rows of every parameter, get the result of one process.
 
     Args:
         optimizer: The optimizer of the whole model, which has passed :func:`check_divisible`.
@@ -94,7 +94,7 @@ def check_by_element(optimizer: Optimizer) -> None:
 
 
 class _Refused(ValueError):
-    """An error that every other way to copy would give as well."""
+    """An error that does not depend on how the optimizer is copied."""
 
 
 def _required_arguments(cls: type[Optimizer]) -> list[str]:
@@ -105,10 +105,10 @@ def _required_arguments(cls: type[Optimizer]) -> list[str]:
 
 
 def _shares(optimizer: Optimizer, parts: Sequence[Collection[Tensor]] | None) -> list[list[Tensor]]:
-    """Return, for each part, some parameters of each group that represent the others."""
+    """Return, for each part, some parameters of each group that represent all its parameters."""
     number = 1 if len(optimizer.param_groups) > _MANY_GROUPS else _PER_PART
     groups = [[p for p in g["params"] if p.is_floating_point() or p.is_complex()] for g in optimizer.param_groups]
-    if parts is None:  # two ranks, to which parameters are dealt in turn
+    if parts is None:  # two ranks, which get the parameters alternately
         chosen = [(k + g, p) for g, group in enumerate(groups) for k, p in enumerate(group[: 2 * number])]
         return [share for rank in range(2) if (share := [p for place, p in chosen if place % 2 == rank])]
     owned = [{id(p) for p in part} for part in parts]
@@ -116,12 +116,12 @@ def _shares(optimizer: Optimizer, parts: Sequence[Collection[Tensor]] | None) ->
 
 
 def _tried(optimizer: Optimizer, shares: Sequence[tuple[Sequence[Tensor], Rows]], *, leads: bool) -> str:
-    """Return in words what differs, for the first way to copy that works, or an empty string.
+    """Describe the difference, for the first way to copy that works; return an empty string if nothing differs.
 
     Args:
         optimizer: The original.
-        shares: What each process steps: parameters, and which rows of them.
-        leads: Whether the last process sends its hyperparameters to the others before they step.
+        shares: The parameters that each process steps, and the rows of these parameters.
+        leads: Whether the last process sends its hyperparameters to the other processes before they step.
     """
     errors: list[Exception] = []
     chosen = {id(p) for share, _ in shares for p in share}
@@ -142,11 +142,11 @@ def _tried(optimizer: Optimizer, shares: Sequence[tuple[Sequence[Tensor], Rows]]
 
 
 class _Trial:
-    """Steps of one process and of several; see :func:`_tried` for the arguments.
+    """Compares steps of one process with steps of several processes; see :func:`_tried` for the arguments.
 
     Attributes:
-        whole: The one process, in a list.
-        several: The processes to compare it with, the driver last; none if the driver steps all parameters.
+        whole: A list with the process that steps all parameters.
+        several: The processes that divide the parameters, the driver last; empty if the driver steps all parameters.
     """
 
     def __init__(
@@ -168,10 +168,10 @@ class _Trial:
         self._directions = [self._random(p) for p in self.whole[0].pieces.values()]
 
     def run(self) -> str:
-        """Return in words what differs, or an empty string.
+        """Describe the difference; return an empty string if nothing differs.
 
         Raises:
-            Exception: If the step of one process fails.
+            Exception: If the step of the process with all parameters fails.
         """
         self._call("train")
         for number in range(_STEPS):
@@ -193,7 +193,7 @@ class _Trial:
         return where or self._difference()
 
     def _difference(self) -> str:
-        """Return in words the first difference between the one process and the several ones."""
+        """Describe the first difference between the process with all parameters and the several processes."""
         for process in self.several:
             leads = not self._leads or process is self.several[-1]
             if where := process.difference(self.whole[0], leads=leads):
@@ -201,7 +201,7 @@ class _Trial:
         return ""
 
     def _step(self, number: int, *, infinite: bool = False) -> str:
-        """Step one process and then the several ones; return in words why these cannot, or an empty string."""
+        """Step the process with all parameters, then the several processes; return why these cannot step, or ``""``."""
         grads = self._gradients(number, infinite)
         self._step_together(self.whole, number, grads)
         if self.several:
@@ -247,7 +247,7 @@ class _Trial:
             self._seeded(step)
 
     def _seeded(self, step: Callable[[], object]) -> None:
-        """Step from the same random state each time, and refuse steps that draw random numbers they must not draw."""
+        """Step from the same random state each time, and refuse steps that must not draw random numbers but do."""
         random.seed(0)
         np.random.seed(0)
         torch.default_generator.manual_seed(0)
@@ -266,7 +266,7 @@ class _Trial:
                 switch()
 
     def _lead(self, process: TrialProcess) -> None:
-        """Give a process the hyperparameters of the driver, as before each step and call of a worker."""
+        """Give a process the hyperparameters of the driver, as in a pipeline before each step and call."""
         if self._leads and process in self.several[:-1]:
             set_hyperparameters(process.optimizer, hyperparameters(self.several[-1].optimizer))
 

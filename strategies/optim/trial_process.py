@@ -1,4 +1,4 @@
-"""One process of a trial: its small copy of the optimizer, and whether that does what one process does."""
+"""One process of a trial: its small copy of the optimizer, and the comparison with the process that has everything."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,17 +16,17 @@ _TOLERANCE = 1e-4
 
 
 class TrialProcess:
-    """A small copy of an optimizer over some of the parameters, or over some rows of them.
+    """A small copy of an optimizer over some of the parameters, or over some of their rows.
 
     Attributes:
         optimizer: The copy.
-        pieces: The small parameters that it steps, by the number of the parameter in ``sample``.
-        rows: Which rows of the small parameters they are.
+        pieces: The small parameters that the copy steps, by the number of the parameter in ``sample``.
+        rows: The rows of the small parameters of which ``pieces`` consist.
 
     Args:
         optimizer: The original.
-        sample: The parameters of which there are small ones.
-        share: Those of them that this process steps.
+        sample: The parameters that have small copies.
+        share: The parameters in ``sample`` that this process steps.
         rows: See above.
         way: How the copy is made.
     """
@@ -51,10 +51,10 @@ class TrialProcess:
             p.grad = grad.to_sparse(1) if self._way.sparse and p.ndim else grad
 
     def difference(self, whole: "TrialProcess", *, leads: bool) -> str:
-        """Return in words what differs from the one process that steps everything, or an empty string.
+        """Describe what differs from the process that steps everything; return an empty string if nothing differs.
 
         Args:
-            whole: That process.
+            whole: The process that steps everything.
             leads: Whether the hyperparameters of this process count.
         """
         shapes, everywhere = {k: p.shape for k, p in whole.pieces.items()}, [*map(whole._state, whole.pieces)]
@@ -78,7 +78,7 @@ class TrialProcess:
         return f"the state {where}" if where else ""
 
     def go_on_from(self, whole: "TrialProcess") -> None:
-        """Lose the states that one process has not, and get its numbers of elements, as from its checkpoint."""
+        """Drop states that ``whole`` does not have, and take over its numbers of elements, as from its checkpoint."""
         for k in self.pieces:
             _leave_out(self._state(k), whole._state(k))
         for number, (group, like) in enumerate(
@@ -90,7 +90,7 @@ class TrialProcess:
         return self.optimizer.state.get(self.pieces[k], {})
 
     def _element_counts(self, whole: "TrialProcess", number: int) -> list[str]:
-        """Return the keys of hyperparameters that are the number of elements of a group, here and in one process."""
+        """Return the keys of hyperparameters that equal the number of elements of a group, here and in ``whole``."""
         groups = [process.optimizer.param_groups[number] for process in (whole, self)]
         sizes = [sum(p.numel() for p in group["params"]) for group in groups]
         return [
@@ -103,12 +103,12 @@ class TrialProcess:
 
 
 def _common_state(optimizer: Optimizer) -> dict[Any, Any]:
-    """Return the states that belong to no parameter."""
+    """Return the states that do not belong to a parameter."""
     return {key: state for key, state in optimizer.state.items() if not isinstance(key, Tensor)}
 
 
 def _rows_of_state(state: Any, shape: Sequence[int], rows: Rows) -> Any:
-    """Return what belongs to some rows: of tensors with an entry for each element of the parameter, their rows."""
+    """Return a state for some rows: tensors with an entry for each element of the parameter are cut to these rows."""
     if isinstance(state, dict):
         return {key: _rows_of_state(value, shape, rows) for key, value in state.items()}
     if rows is ... or not isinstance(state, Tensor) or not is_by_element(state, shape):
@@ -118,7 +118,7 @@ def _rows_of_state(state: Any, shape: Sequence[int], rows: Rows) -> Any:
 
 
 def _leave_out(state: Any, like: Any) -> None:
-    """Delete the entries of a state that another state of the same parameter has not."""
+    """Delete the entries of a state that are missing in another state of the same parameter."""
     for key in [*state]:
         if key not in like:
             del state[key]
@@ -130,10 +130,11 @@ def _differing(one: Mapping[Any, Any], other: Mapping[Any, Any], elsewhere: Sequ
     """Return the key of the first value that differs, or an empty string.
 
     Args:
-        one: The values of one process.
-        other: The values of one of several processes.
-        elsewhere: The same kind of values of one process, for all parameters. Some optimizers keep a number of all
-            parameters, such as that of the steps, with the first one; with several processes, each has a first one.
+        one: The values in the process that steps everything.
+        other: The values in one of the several processes.
+        elsewhere: The values of the same kind in the process that steps everything, for all parameters. Some optimizers
+            keep a number for all parameters, such as the number of steps, in the state of the first parameter. With
+            several processes, each process has a first parameter.
     """
     for key in (*one, *(key for key in other if key not in one)):
         if key not in other:

@@ -11,14 +11,14 @@ from strategies.common.stage_layers import kinds_of
 from strategies.lightning.compat import LightningModule, MisconfigurationException
 
 _COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_blocks", "depth")
-"""Attributes of a configuration, or of a module around its blocks, that tell the number of blocks."""
+"""Attributes of a configuration, or of a module that contains blocks, that hold the number of blocks."""
 
 
 def check_blocks(model: LightningModule, path: str, number: int) -> None:
     """Check that a list of blocks can be shortened.
 
     Raises:
-        MisconfigurationException: If it cannot.
+        MisconfigurationException: If the list cannot be shortened.
     """
     blocks = dict(model.named_modules()).get(path)
     if not isinstance(blocks, nn.ModuleList | nn.Sequential):
@@ -35,7 +35,7 @@ def check_blocks(model: LightningModule, path: str, number: int) -> None:
 
 
 def shorten(model: LightningModule, path: str, number: int) -> None:
-    """Keep the first of the blocks that are alike, with all layers before and after, and set counts accordingly."""
+    """Keep the first ``number`` of the equal blocks and all layers before and after them, and adjust the counts."""
     check_blocks(model, path, number)
     blocks = cast(nn.ModuleList, attrgetter(path)(model))
     layers = dict(blocks._modules)
@@ -54,7 +54,7 @@ def shorten(model: LightningModule, path: str, number: int) -> None:
 
 
 def _alike(layers: Sequence[nn.Module]) -> range:
-    """Return the places of the longest row of layers that do the same."""
+    """Return the indices of the longest sequence of layers of the same kind."""
     longest, start = range(0), 0
     for _, group in groupby(kinds_of(layers)):
         own = range(start, start := start + len(list(group)))

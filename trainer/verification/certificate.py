@@ -1,9 +1,9 @@
-"""The verdict about a strategy, from the records of its run and of one process.
+"""The verdict about a strategy, from the records of its run and of a run in one process.
 
 the strategy = one process                               equal to rounding
-the strategy = one process with the same micro-batches   different as documented, by something that is named
+the strategy = one process with the same micro-batches   different as documented, with the cause
 the strategy = itself with one stage                     the same, where layers draw random numbers
-else                                                     wrong: where it starts
+else                                                     wrong, with the place where the difference starts
 """
 
 import math
@@ -25,12 +25,12 @@ class FirstDifference:
     """Where a run starts to differ from its reference.
 
     Attributes:
-        step: The optimizer step; ``None`` for after the last step.
+        step: The optimizer step; ``None`` for what follows the last step.
         part: The part that differs, one of ``PARTS``.
         layer: The layer, or the name of the value.
         stage: The stage of the layer, if the model is divided.
         size: The largest absolute difference.
-        relative: The same, relative to the largest value of one process.
+        relative: The largest absolute difference, relative to the largest value of one process.
         what: A description of the difference.
         advice: What to check.
     """
@@ -52,13 +52,13 @@ class Certificate:
     Attributes:
         verdict: ``"equal to rounding"``, ``"different as documented"`` or ``"wrong"``.
         strategy: The strategy, for messages.
-        reference: The run with which it was compared.
+        reference: The run with which the strategy was compared.
         rounding: The allowed differences.
         largest: For each part that was compared, the number of values, the largest relative difference and its limit.
-        explained: The largest relative difference that micro-batches alone make in one process, if measured.
-        reasons: Why results differ, and the option that changes it.
+        explained: The largest relative difference that micro-batches alone cause in one process, if measured.
+        reasons: Why results differ, and the option that changes this.
         origin: Where the strategy starts to be wrong.
-        notes: What was not compared, or not as requested.
+        notes: What was not compared, or was not compared as requested.
         facts: The balance and other facts about the run.
     """
 
@@ -75,7 +75,7 @@ class Certificate:
 
     @property
     def is_right(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether the verdict is not ``"wrong"``."""
         return self.verdict != WRONG
 
 
@@ -84,9 +84,9 @@ class ReferenceRuns:
     """The runs with which a strategy is compared.
 
     Attributes:
-        one: One process.
-        micro: One process with the same micro-batches, in plain PyTorch; ``None`` if this is impossible.
-        stage: The strategy with one stage; ``None`` if it was not run.
+        one: The run in one process.
+        micro: The run in one process with the same micro-batches, in plain PyTorch; ``None`` if this is impossible.
+        stage: The run of the strategy with one stage; ``None`` if it was not run.
     """
 
     one: RunRecord
@@ -101,7 +101,7 @@ def certify(
 
     Args:
         actual: The results of the strategy.
-        references: The runs with which it is compared.
+        references: The runs with which the strategy is compared.
         rounding: The allowed differences.
         is_whole_loss: Whether the strategy computes the loss of whole batches.
         strategy: The strategy, for messages.
@@ -168,7 +168,7 @@ def wrong_ones(compared: Iterable[Finding]) -> list[Finding]:
 
 
 def _wrong_but_logged(compared: Iterable[Finding]) -> list[Finding]:
-    """What is logged once per micro-batch by other means than the mean is not in this reference."""
+    """Return the wrong values without logged values: the reference has only values that are logged as means."""
     return [each for each in wrong_ones(compared) if each.part != "logged values"]
 
 
@@ -197,7 +197,7 @@ _PER_PASS = (
 
 
 def _are_of_buffers(compared: Iterable[Finding]) -> bool:
-    """Whether all differences are of buffers, or of what follows from buffers after training."""
+    """Return whether all differences are in buffers, or in results after training that depend on buffers."""
     return {each.part for each in wrong_ones(compared)} <= {"buffers", "checkpoint", "validation", "predict"}
 
 
@@ -244,10 +244,10 @@ def _some(names: Sequence[str]) -> str:
 
 
 def origin_of(compared: Sequence[Finding], actual: RunRecord, reference: RunRecord, one: RunRecord) -> FirstDifference:
-    """Return where a run starts to differ: the first layer in the backward pass of the first part that differs."""
+    """Return where a run starts to differ: in the first part that differs, the first layer of the backward pass."""
     first = wrong_ones(compared)[0]
     same = [each for each in compared if (each.step, each.part) == (first.step, first.part)]
-    if first.part == "losses":  # a wrong forward pass; the gradients of the step say where
+    if first.part == "losses":  # a wrong forward pass; the gradients of the step show the layer
         gradients = [each for each in compared if (each.step, each.part) == (first.step, "gradients")]
         what, advice = _of_loss(first, wrong_ones(gradients), gradients, one)
         return _origin(first, first.name, "", what, advice)
@@ -273,7 +273,7 @@ def _parameter_of(finding: Finding, actual: RunRecord) -> str:
 
 
 def factor_between(actual: Any, expected: Any) -> float | None:
-    """Return the constant factor between two tensors; ``None`` if there is none."""
+    """Return the constant factor between two tensors; ``None`` if the factor is not constant."""
     if not (isinstance(actual, Tensor) and isinstance(expected, Tensor)) or actual.shape != expected.shape:
         return None
     a, b = actual.double().flatten(), expected.double().flatten()
@@ -364,7 +364,7 @@ def _of_norm(
 
 
 def _before(record: RunRecord, step: int) -> Values:
-    """Return the values with which a step began."""
+    """Return the values at the start of a step."""
     return record.initial if step == 0 else record.steps[step - 1].values
 
 
@@ -415,7 +415,7 @@ def _of_parameters(
 
 
 def _late_rate(reference: RunRecord, step: int) -> float | None:
-    """Return the learning rate of the previous step, relative to that of this step, if it has changed."""
+    """Return the ratio of the previous step's learning rate to this step's, if the rate has changed."""
     if step == 0:
         return None
     now, before = (reference.steps[i].hyperparameters for i in (step, step - 1))

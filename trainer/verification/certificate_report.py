@@ -1,4 +1,4 @@
-"""The output of ``trainer.verify``: a table for terminals, and everything as JSON."""
+"""The output of ``trainer.verify``: a table for terminals, and the whole certificate as JSON."""
 
 import json
 import math

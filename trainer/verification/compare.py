@@ -1,14 +1,14 @@
-"""What differs between two runs by more than rounding explains.
+"""Finds differences between two runs that rounding does not explain.
 
-A difference counts in units of its *limit*. With a run's tensors ``a`` and those of the reference ``b``::
+A difference is expressed in units of its *limit*. With the tensors ``a`` of a run and ``b`` of the reference::
 
     gradients, states    relative * max|b|  +  noise * max of all gradients of the step
-    values               relative * (max|b|  +  max of all values), and what noise in a gradient lets an optimizer do
+    values               relative * (max|b|  +  max of all values), and what an optimizer makes of noise in a gradient
     numbers              relative * max(|b|, 1)
 
-``noise`` is for gradients that are zero but for rounding, such as that of a bias before a normalisation. In less than
-float64, an optimizer that divides by the size of the gradient makes whole steps of it: where the gradient of the
-reference is no more than noise, a value may differ by as much as it has moved.
+``noise`` is for gradients that would be zero without rounding, such as the gradient of a bias before a normalisation.
+In less than float64, an optimizer that divides by the size of the gradient turns this noise into steps of full size. So
+where the gradient of the reference is no larger than noise, a value may differ by as much as it has moved.
 """
 
 import math
@@ -35,7 +35,7 @@ PARTS = (
     "checkpoint",
     "predict",
 )
-"""What is compared, in the order in which one follows from the other within a step."""
+"""The parts that are compared, in causal order within a step."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Rounding:
     Attributes:
         relative: Share of the largest value of a tensor.
         noise: Share of the largest gradient of a step.
-        described: Why.
+        described: The reason for these limits.
         is_mixed: Whether only parts compute in less than float64.
     """
 
@@ -56,14 +56,14 @@ class Rounding:
 
     @property
     def is_exact(self) -> bool:
-        """Whether an optimizer cannot make a step of noise."""
+        """Whether the noise is too small for an optimizer to turn it into a step."""
         return self.noise < 1e-9
 
     def measured(self, share: float) -> "Rounding":
         """Return smaller limits, if parts compute in float32 and micro-batches differ by a small share of the limit.
 
         Args:
-            share: By how much one process with micro-batches differs from one with whole batches, in limits.
+            share: The difference between one process with micro-batches and one process with whole batches, in limits.
         """
         factor = min(1.0, max(1e-9 / self.relative, 1e3 * share))
         return replace(self, relative=factor * self.relative, noise=factor * self.noise) if self.is_mixed else self
@@ -74,7 +74,7 @@ def rounding_of(precision: str, narrowest: str) -> Rounding:
 
     Args:
         precision: The Trainer's precision.
-        narrowest: The type of least precision in which ``training_step`` computes.
+        narrowest: The least precise floating-point type in which ``training_step`` computes.
     """
     eps = torch.finfo(getattr(torch, narrowest, torch.float32)).eps
     if eps < 1e-12:
@@ -91,9 +91,9 @@ class Finding:
     """One value of two runs.
 
     Attributes:
-        step: The optimizer step, or of a loss the step of its batch; ``None`` for what comes after the last one.
-        part: What it belongs to, one of ``PARTS``.
-        name: Its name.
+        step: The optimizer step; for a loss, the step of its batch; ``None`` for what follows the last step.
+        part: The part to which the value belongs, one of ``PARTS``.
+        name: The name of the value.
         size: The largest absolute difference; infinite if one run lacks the value.
         relative: The size, relative to the largest value of the reference.
         limit: The size that rounding explains.
@@ -112,14 +112,14 @@ class Finding:
 
     @property
     def in_limits(self) -> float:
-        """The size in units of the limit."""
+        """The size of the difference in units of the limit."""
         if not self.size:
             return 0.0
         return self.size / self.limit if self.limit else math.inf
 
     @property
     def is_wrong(self) -> bool:
-        """Whether rounding does not explain it."""
+        """Whether rounding does not explain the difference."""
         return not self.size <= self.limit
 
 
@@ -127,9 +127,9 @@ def findings(actual: RunRecord, expected: RunRecord, rounding: Rounding) -> list
     """Return all values of two runs with their differences, in causal order.
 
     Args:
-        actual: What the strategy came to.
-        expected: The reference.
-        rounding: What may differ.
+        actual: The results of the strategy.
+        expected: The results of the reference.
+        rounding: The allowed differences.
     """
     return list(_Comparison(actual, expected, rounding).all())
 
@@ -138,9 +138,9 @@ class _Comparison:
     """Compares two runs.
 
     Args:
-        actual: What the strategy came to.
-        expected: The reference.
-        rounding: What may differ.
+        actual: The results of the strategy.
+        expected: The results of the reference.
+        rounding: The allowed differences.
     """
 
     def __init__(self, actual: RunRecord, expected: RunRecord, rounding: Rounding) -> None:
@@ -212,7 +212,7 @@ class _Comparison:
             yield self._tensor(step, part, name, actual.get(name), other, limit)
 
     def _named(self, states: Values) -> Values:
-        """Return optimizer states by names of parameters instead of numbers."""
+        """Return optimizer states by the names of parameters instead of their numbers."""
         found = {}
         for path, value in states.items():
             number, place, *rest = path.split(".")

@@ -1,8 +1,8 @@
 """Runs in a separate process: ``python -m trainer.verification.process FOLDER EXECUTION ...``.
 
 The folder holds the model, the data and the arguments of the Trainer, as they were before any run. Each execution
-trains a few steps on the batches that the first one has drawn, and its record lies in the folder afterwards. Other
-ranks of DDP and ZeRO are started by Lightning, by the same command.
+trains a few steps on the batches that the first execution has drawn, and writes its record into the folder. Lightning
+starts the other ranks of DDP and ZeRO with the same command.
 """
 
 import os
@@ -24,18 +24,18 @@ _JOB, _PATHS, _BATCHES = "job.pickle", "paths.pickle", "batches.pickle"
 
 @dataclass(frozen=True)
 class VerifiedJob:
-    """What all runs have in common.
+    """The settings that all runs have in common.
 
     Attributes:
         trainer_class: The class of the Trainer.
         model: The model.
         data: A data module, or loaders of training batches, or ``None``.
-        arguments: Arguments of the Trainer that hold for every run.
+        arguments: Arguments of the Trainer that apply to every run.
         steps: Number of optimizer steps.
-        accumulated: Number of batches of a rank in each step.
+        accumulated: Number of batches of each rank in each step.
         ranks: Number of ranks, among which batches are divided.
-        seed: Seeds everything.
-        blocks: Path of a list of blocks and how many of them to keep; ``None``: all.
+        seed: The seed of all random numbers.
+        blocks: Path of a list of blocks and the number of blocks to keep; ``None`` keeps all.
     """
 
     trainer_class: type
@@ -59,12 +59,12 @@ class Execution:
     """One run of a job.
 
     Attributes:
-        name: What runs; also the name of its files.
+        name: The name of the run, and of its files.
         strategy: Class and arguments of the strategy; ``None`` for one process.
         devices: The Trainer's devices.
-        precision: The Trainer's precision; ``None``: the one of the job.
-        microbatches: Number of micro-batches of each batch in one process; ``None``: whole batches.
-        by_tokens: Whether these count by their tokens.
+        precision: The Trainer's precision; ``None`` for the precision of the job.
+        microbatches: Number of micro-batches of each batch in one process; ``None`` for whole batches.
+        by_tokens: Whether micro-batches are weighted by their tokens.
         reads_gradients: Whether a hook before the optimizer's step reads gradients.
         drops_nothing: Whether all dropout layers have a probability of 0.
     """
@@ -81,13 +81,13 @@ class Execution:
 
 @dataclass
 class DrawnBatches:
-    """The batches of all runs, as the loaders give them.
+    """The batches of all runs, in the form in which the loaders yield them.
 
     Attributes:
-        training: For training.
+        training: The batches for training.
         validation: One batch for validation, or none.
         prediction: One batch for ``predict``, or none.
-        notes: What is not as asked for.
+        notes: What differs from the request.
     """
 
     training: list[Any]
@@ -100,8 +100,8 @@ class FailedRun(NamedTuple):
     """The error of an execution.
 
     Attributes:
-        message: Its message.
-        kind: The name of its class.
+        message: The message of the error.
+        kind: The name of the class of the error.
         trace: The traceback.
     """
 
@@ -111,13 +111,13 @@ class FailedRun(NamedTuple):
 
 
 def write_job(folder: Path, job: VerifiedJob) -> None:
-    """Write what the processes of a job have in common into a folder."""
+    """Write the settings that the processes of a job have in common into a folder."""
     (folder / _PATHS).write_bytes(pickle.dumps([os.path.abspath(path) for path in sys.path]))
     (folder / _JOB).write_bytes(cloudpickle.dumps(job))
 
 
 def read_job(folder: Path) -> VerifiedJob:
-    """Return a job with a model as it was before any run."""
+    """Return a job, whose model is as it was before any run."""
     job: VerifiedJob = pickle.loads((folder / _JOB).read_bytes())
     return job
 
@@ -134,13 +134,13 @@ def read_records(folder: Path, name: str) -> list[Any]:
 
 
 def read_failure(folder: Path, name: str) -> FailedRun | None:
-    """Return the error that has ended an execution, if one has."""
+    """Return the error that has ended an execution; ``None`` if there is none."""
     path = _file(folder, name, "error")
     return FailedRun(*pickle.loads(path.read_bytes())) if path.exists() else None
 
 
 def steps_done(folder: Path, name: str) -> int:
-    """Return how many steps an execution has made."""
+    """Return the number of steps that an execution has made."""
     path = _file(folder, name, "steps")
     return int(path.read_text() or 0) if path.exists() else 0
 
@@ -149,9 +149,9 @@ def run_execution(folder: Path, job: VerifiedJob, execution: Execution, drawn: D
     """Run an execution in this process, and return the record of this rank.
 
     Args:
-        folder: Where files of the run may lie.
+        folder: The folder for files of the run.
         job: The job, whose model is trained.
-        execution: What to run.
+        execution: The execution.
         drawn: The batches.
     """
     from strategies.lightning.compat import LightningDataModule, pl
@@ -206,7 +206,7 @@ def run_execution(folder: Path, job: VerifiedJob, execution: Execution, drawn: D
 
 
 def trainer_of_run(folder: Path, job: VerifiedJob, execution: Execution, callbacks: Sequence[Any]) -> Any:
-    """Return the Trainer of an execution, which writes nowhere but into ``folder``."""
+    """Return the Trainer of an execution, which writes into ``folder`` only."""
     accumulated = job.accumulated
     if execution.strategy is None:
         strategy: Any = "auto"
@@ -236,7 +236,7 @@ def trainer_of_run(folder: Path, job: VerifiedJob, execution: Execution, callbac
 
 
 def draw_batches(trainer: Any, job: VerifiedJob) -> DrawnBatches:
-    """Return the batches that the loaders of a job give, from their start on."""
+    """Return the first batches of the loaders of a job."""
     from strategies.lightning.compat import LightningDataModule, attached, is_overridden, pl
 
     pl.seed_everything(job.seed, verbose=False)
@@ -278,7 +278,7 @@ def _batches(loaders: Any, number: int) -> list[Any]:
 
 
 def _give(source: Any, drawn: DrawnBatches, trainer: Any) -> None:
-    """Make a data module give the batches that were drawn, to each rank its own for training."""
+    """Make a data module yield the drawn batches; for training, each rank gets its share of them."""
     source.train_dataloader = lambda: _loader(drawn.training[trainer.global_rank :: trainer.world_size])
     if drawn.validation:
         source.val_dataloader = lambda: _loader(drawn.validation)
@@ -309,7 +309,7 @@ def _file(folder: Path, name: str, kind: str) -> Path:
 
 
 def main(folder: Path, names: Sequence[str]) -> None:
-    """Run executions one after another. Each writes a record or an error. If the first one fails, no others run."""
+    """Run executions one after another. Each writes a record or an error. If the first fails, the rest do not run."""
     sys.path[:] = pickle.loads((folder / _PATHS).read_bytes())
     warnings.filterwarnings("ignore")
     for name in names:
@@ -334,7 +334,7 @@ def main(folder: Path, names: Sequence[str]) -> None:
 
 
 def prepared_job(folder: Path) -> VerifiedJob:
-    """Return a job whose model has as many blocks as are wanted."""
+    """Return a job whose model has the requested number of blocks."""
     from trainer.verification.blocks import shorten
 
     job = read_job(folder)

@@ -1,6 +1,6 @@
-"""What a short run came to, by name: losses, gradients, norms, values and states after each step, and what follows.
+"""The results of a short run, by name: losses, gradients, norms, values and states of each step, and later results.
 
-A run of several ranks writes one record per rank. :func:`merged` makes one of them, as one process would have it::
+A run of several ranks writes one record per rank. :func:`merged` combines them into the record of one process::
 
     rank 0    batch 0   batch 2 │ batch 4   batch 6
     rank 1    batch 1   batch 3 │ batch 5   batch 7      2 ranks, 2 accumulated batches, 2 steps
@@ -24,11 +24,11 @@ class StepRecord:
 
     Attributes:
         gradients: The gradient of each parameter before clipping, averaged over the ranks; ``None`` if it has none.
-        norm: The global norm that the strategy computes, if it has been asked for.
+        norm: The global norm that the strategy computes, if it was requested.
         values: Parameters and buffers after the step.
         states: The state of the optimizers after the step, by optimizer, number of the parameter and key.
-        hyperparameters: The settings of each parameter group with which the step was made.
-        logged: What has been logged by the end of the step's last batch.
+        hyperparameters: The settings of each parameter group during the step.
+        logged: The values that have been logged by the end of the step's last batch.
     """
 
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
@@ -44,24 +44,24 @@ class RunRecord:
     """A whole run.
 
     Attributes:
-        name: What ran, for messages.
+        name: The name of the run, for messages.
         losses: The loss of each batch.
         initial: Parameters and buffers before the first step.
         steps: The optimizer steps.
         validation: The outputs and the metrics of one validation batch.
         predictions: What ``predict`` returned for one batch.
         checkpoint: Every leaf of the checkpoint that is written at the end.
-        logs_of_one: Whether the batches that log values are those of one rank.
+        logs_of_one: Whether the logged values come from the batches of one rank only.
         has_gradients: Whether gradients could be read between the backward pass and the step.
         order: Names of parameters in the order in which the backward pass completes their gradients.
-        buffers: Names among ``initial`` that are buffers.
+        buffers: The names in ``initial`` that are buffers.
         stage_of: The stage of each parameter and buffer, if the model is divided.
-        ties: Names that share one parameter.
-        numbered: The name of each parameter, by optimizer and number, where that is known.
+        ties: The names of each parameter that has several names.
+        numbered: The name of each parameter, by optimizer and number, where the name is known.
         draws: For each random generator, the modules that draw from it in ``training_step``.
         norm_layers: Names of BatchNorm layers that are in training mode.
-        narrowest: The floating-point type of least precision in which ``training_step`` computes.
-        keeps_first_buffers: Whether buffers differ between the ranks, of which the first counts.
+        narrowest: The least precise floating-point type in which ``training_step`` computes.
+        keeps_first_buffers: Whether buffers differ between the ranks, so that only buffers of the first rank count.
         facts: Further facts for messages, such as the balance.
         notes: What was left out.
     """
@@ -94,10 +94,10 @@ class RunRecord:
 
 
 def merged(records: Sequence[RunRecord], accumulated: int = 1) -> RunRecord:
-    """Return the record of a run, given those of its ranks.
+    """Return the record of a run, given the records of its ranks.
 
     Args:
-        records: One record per rank; a gradient that a rank does not have is that of another rank.
+        records: One record per rank; a gradient that is missing on a rank comes from another rank.
         accumulated: Number of batches that each rank accumulates for a step.
     """
     first, *others = records
@@ -133,7 +133,7 @@ def leaves(value: Any, path: str = "") -> Values:
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor on the CPU; a divided tensor is gathered, for which every rank has to call this."""
+    """Return a copy of a tensor on the CPU. To gather a divided tensor, every rank must call this."""
     if type(tensor) in (Tensor, Parameter) and tensor.is_meta:
         return tensor  # on a rank that does not gather
     tensor = tensor.detach()

@@ -1,6 +1,6 @@
-"""The callback that writes down what a run comes to, under any strategy, through what is public in Lightning.
+"""The callback that records the results of a run, under any strategy, through Lightning's public interface.
 
-A step is written down when it is over: at the end of its last batch, or when another optimizer is about to step.
+A step is recorded when it is over: at the end of its last batch, or when another optimizer is about to step.
 """
 
 import random
@@ -20,7 +20,7 @@ from strategies.lightning.compat import Callback, LightningModule, Trainer, unwr
 from trainer.verification.record import RunRecord, StepRecord, leaves, on_host
 
 NOT_COMPARED = ("callbacks", "loops", "relay", "pytorch-lightning_version", "datamodule")
-"""Keys of a checkpoint that tell of the run rather than of the model."""
+"""Keys of a checkpoint that describe the run rather than the model."""
 
 
 def seed_of_batch(seed: int, batch: int) -> int:
@@ -36,13 +36,13 @@ def seed_generators(seed: int) -> None:
 
 
 class ValuesRecorder(Callback):
-    """Writes down losses, values, states, logged values, one validation batch and the checkpoint.
+    """Records losses, values, states, logged values, one validation batch and the checkpoint.
 
     Args:
-        name: What runs, for messages.
-        seed: Random numbers of a batch are seeded by this and by the number of the batch.
-        folder: Where the checkpoint is written meanwhile.
-        ranks: Number of ranks among which batches are divided, if one process runs the batches of all.
+        name: The name of the run, for messages.
+        seed: Together with the number of a batch, it seeds the random numbers of this batch.
+        folder: The folder for the temporary checkpoint.
+        ranks: Number of ranks among which batches are divided, if one process runs the batches of all ranks.
         advance: Called after each step.
     """
 
@@ -56,7 +56,7 @@ class ValuesRecorder(Callback):
         self._kept_buffers: dict[str, Tensor] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write down the initial values, and who has what."""
+        """Record the initial values and how the model is divided."""
         record = self.record
         record.initial = values_of(trainer, pl_module)
         record.buffers = [name for name, _ in pl_module.named_buffers(remove_duplicate=False)]
@@ -72,15 +72,15 @@ class ValuesRecorder(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Write down the loss, and the step if the batch has completed one."""
+        """Record the loss, and the step if the batch has completed a step."""
         if self._ranks > 1:
             self._keep_buffers_of_first_rank(pl_module, batch_idx)
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        # Lightning has divided it by the number of batches of a step.
+        # Lightning has divided the loss by the number of batches of a step.
         share = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
         self.record.losses.append(float(loss) * share if isinstance(loss, Tensor | float) else None)
         if trainer.global_step > self._num_steps:
-            if self._step is None:  # no hook has told of it
+            if self._step is None:  # no hook has begun the step
                 self._begin(StepRecord())
             self._end_step(trainer, pl_module)
             self._num_steps = trainer.global_step
@@ -90,17 +90,17 @@ class ValuesRecorder(Callback):
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
     ) -> None:
-        """Write down what ``validation_step`` returned."""
+        """Record the output of ``validation_step``."""
         self.record.validation.update(leaves(outputs, "output") if outputs is not None else {})
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write down the metrics of the validation."""
+        """Record the metrics of the validation."""
         known = self.record.steps[-1].logged if self.record.steps else {}
         now = leaves(dict(trainer.callback_metrics))
         self.record.validation.update({name: value for name, value in now.items() if name not in known})
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write a checkpoint, and write down what is in it."""
+        """Write a checkpoint, and record its content."""
         path = self._folder / "verified.ckpt"
         trainer.save_checkpoint(path)
         if trainer.is_global_zero:
@@ -121,7 +121,7 @@ class ValuesRecorder(Callback):
             step.states.update(leaves(state.get("state", {}), str(number)))
 
     def _keep_buffers_of_first_rank(self, model: LightningModule, batch: int) -> None:
-        """Undo what the batches of other ranks than the first have changed in buffers, as under DDP."""
+        """Undo changes to buffers by batches of all ranks except the first, as under DDP."""
         buffers = dict(model.named_buffers())
         if batch % self._ranks == 0:
             self._kept_buffers = {name: buffer.clone() for name, buffer in buffers.items()}
@@ -133,7 +133,7 @@ class ValuesRecorder(Callback):
 
 
 class GradientsRecorder(ValuesRecorder):
-    """Writes down gradients and norms too, in a hook that makes some strategies wait for the end of the backward pass.
+    """Records gradients and norms too, in a hook that makes some strategies wait for the end of the backward pass.
 
     Args:
         args: As for :class:`ValuesRecorder`.
@@ -145,8 +145,8 @@ class GradientsRecorder(ValuesRecorder):
         self.record.has_gradients = True
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Write down the gradients before clipping, and their norm as the strategy computes it."""
-        self._end_step(trainer, pl_module)  # of another optimizer
+        """Record the gradients before clipping, and their norm as the strategy computes it."""
+        self._end_step(trainer, pl_module)  # the step of another optimizer
         step = StepRecord(hyperparameters=hyperparameters_of(trainer))
         for name, parameter in pl_module.named_parameters():
             gradient = parameter.grad
@@ -156,12 +156,12 @@ class GradientsRecorder(ValuesRecorder):
 
 
 def values_of(trainer: Trainer, model: LightningModule) -> dict[str, Tensor]:
-    """Return parameters and buffers of all stages; every rank calls this, and the first has the values."""
+    """Return parameters and buffers of all stages. Every rank calls this, and the first rank gets the values."""
     state = trainer.strategy.lightning_module_state_dict()
     values = {name: on_host(value) for name, value in state.items() if isinstance(value, Tensor)}
     for name, buffer in model.named_buffers(remove_duplicate=False):
         if name not in values and not (type(buffer) is Tensor and buffer.is_meta):
-            values[name] = on_host(buffer)  # which are not saved
+            values[name] = on_host(buffer)  # a buffer that is not in the state dict
     return values
 
 
@@ -176,7 +176,7 @@ def hyperparameters_of(trainer: Trainer) -> dict[str, Any]:
 
 
 def norm_of(trainer: Trainer, optimizer: Optimizer) -> float | None:
-    """Return the global norm as the strategy computes it, which leaves the gradients as they are."""
+    """Return the global norm as the strategy computes it, without changing the gradients."""
     clip = getattr(trainer.strategy, "clip_grad_norm_", None)
     if clip is not None:
         return float(clip(float("inf"), optimizer=optimizer))
@@ -185,7 +185,7 @@ def norm_of(trainer: Trainer, optimizer: Optimizer) -> float | None:
 
 
 def stages_of(trainer: Trainer, model: LightningModule) -> dict[str, str]:
-    """Return the stage of each parameter and buffer of a pipeline, by name; nothing under other strategies."""
+    """Return the stage of each parameter and buffer of a pipeline, by name; an empty dict for any other strategy."""
     pipeline = getattr(trainer.strategy, "pipeline", None)
     if pipeline is None or len(pipeline.stages) < 2:
         return {}
@@ -211,7 +211,7 @@ def stages_of(trainer: Trainer, model: LightningModule) -> dict[str, str]:
 
 
 def ties_of(model: nn.Module) -> list[list[str]]:
-    """Return the names of each parameter that has several."""
+    """Return the names of each parameter that has several names."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -219,7 +219,7 @@ def ties_of(model: nn.Module) -> list[list[str]]:
 
 
 def numbers_of(trainer: Trainer, model: nn.Module) -> dict[str, str]:
-    """Return the names of the optimizers' parameters, by the number of the optimizer and that in its state dict."""
+    """Return the names of the optimizers' parameters, by optimizer number and parameter number in its state dict."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found = {}
     for number, optimizer in enumerate(trainer.optimizers):
@@ -243,22 +243,24 @@ def facts_of(trainer: Trainer) -> dict[str, Any]:
 
 
 def routers_of(model: nn.Module) -> dict[str, Any]:
-    """Return the name of the first module that adds the auxiliary loss of routers, if there is one."""
+    """Return the name of the first module that adds the auxiliary loss of routers, if such a module exists."""
     for name, module in model.named_modules():
         if getattr(getattr(module, "config", None), "output_router_logits", False) is True:
             return {"router": name}
     return {}
 
 
-# What only a run in one process can see
+# What only a run in one process can observe
 
 
 class StepWatch:
-    """Watches the first ``training_step`` of a model in one process: who draws random numbers, types, the order.
+    """Watches the first ``training_step`` of a model in one process.
+
+    It notes which modules draw random numbers, the floating-point types, and the order of the gradients.
 
     Args:
         model: The model.
-        record: Where it is written down.
+        record: The record that receives the observations.
     """
 
     def __init__(self, model: LightningModule, record: RunRecord) -> None:
@@ -268,7 +270,7 @@ class StepWatch:
         self._mode = _Narrowest()
 
     def begin(self) -> None:
-        """Watch from now on, until :meth:`end`."""
+        """Start watching; :meth:`end` stops it."""
         for module in self._model.modules():
             self._handles.append(module.register_forward_pre_hook(lambda *_: self._before.append(_generators())))
             self._handles.append(module.register_forward_hook(self._after, always_call=True))
@@ -285,7 +287,7 @@ class StepWatch:
         self._whole = _generators()
 
     def forward(self) -> "_Narrowest":
-        """Return a context for ``training_step``, in which types are watched."""
+        """Return a context for ``training_step`` that watches types."""
         return self._mode
 
     def end(self) -> None:
@@ -296,7 +298,7 @@ class StepWatch:
         self._record.narrowest = self._mode.narrowest
 
     def end_of_forward(self) -> None:
-        """Note what is drawn outside of modules."""
+        """Note random numbers that are drawn outside modules."""
         for kind, state in _generators().items():
             if not _same(self._whole[kind], state) and not self._record.draws.get(kind):
                 self._record.draws[kind] = ["training_step"]
@@ -316,7 +318,7 @@ class StepWatch:
 
 
 class _Narrowest(TorchDispatchMode):
-    """Notes the floating-point type of least precision among the results of operations."""
+    """Notes the least precise floating-point type among the results of operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -340,6 +342,6 @@ def _generators() -> dict[str, Any]:
 def _same(before: Any, now: Any) -> bool:
     if isinstance(before, Tensor):
         return torch.equal(before, now)
-    if isinstance(before, tuple) and isinstance(before[0], str):  # numpy's
+    if isinstance(before, tuple) and isinstance(before[0], str):  # the state of numpy's generator
         return bool(numpy.array_equal(before[1], now[1])) and before[2:] == now[2:]
     return bool(before == now)

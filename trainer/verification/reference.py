@@ -1,7 +1,7 @@
-"""One process that computes what a strategy must: watched, and if asked for with the micro-batches of a pipeline.
+"""A run in one process that computes what a strategy must compute; optionally, with the micro-batches of a pipeline.
 
-The micro-batches run one after another in plain PyTorch, by nothing of the engine, and their losses are added with the
-weights that a pipeline gives them::
+The micro-batches run one after another in plain PyTorch, without any code of the engine, and their losses are added
+with the weights that a pipeline gives them::
 
     training_step(batch)    ──▶    w0 * training_step(rows 0 to 3) + w1 * training_step(rows 4 to 7) + ...
 """
@@ -28,7 +28,7 @@ _Log = dict[str, list[tuple[float, Any, dict[str, Any]]]]
 
 
 def watch_first_step(model: LightningModule, record: RunRecord) -> None:
-    """Write down, in the first call of ``training_step``, what only one process can see."""
+    """Record, in the first call of ``training_step``, what only a run in one process can observe."""
     original = model.training_step
 
     @functools.wraps(original)
@@ -62,8 +62,9 @@ def run_microbatches(
     Args:
         model: The model.
         number: The largest number of micro-batches of a batch.
-        by_tokens: Whether micro-batches count by their tokens; otherwise by their rows, unless the model weights them.
-        batches: All batches, for weights by tokens, which the batches of a step share.
+        by_tokens: Whether micro-batches are weighted by their tokens; otherwise by their rows, unless the model defines
+            weights.
+        batches: All batches, because weights by tokens depend on all batches of a step.
         per_step: Number of batches of an optimizer step.
     """
     original = model.training_step
@@ -112,7 +113,7 @@ def switch_off_dropout(model: nn.Module) -> None:
 
 
 def _check_rows(model: LightningModule, batch: Any, sizes: Sequence[int]) -> None:
-    """Check that no row is left out, which a comparison with the same micro-batches could not tell."""
+    """Check that no row is left out, because a comparison with the same micro-batches would not detect this."""
     if hasattr(model, "split_batch"):
         return
     (rows,) = split_batch(batch, 1)[1]
@@ -124,7 +125,7 @@ def _log_means(model: LightningModule, logged: _Log) -> None:
     for name, entries in logged.items():
         *_, (_, value, settings) = entries
         if settings.get("reduce_fx", "mean") != "mean" or not isinstance(value, Tensor | float | int):
-            continue  # compared with other references
+            continue  # only other references have this value
         total = sum(weight for weight, _, _ in entries) or 1.0
         mean = sum(each * (weight / total) for weight, each, _ in entries)
         model.log(name, mean, **settings)

@@ -1,4 +1,4 @@
-"""Start the runs that a certificate needs, each in a separate process, with files only in a temporary folder."""
+"""Starts the runs that a certificate needs, each in a separate process, with files only in a temporary folder."""
 
 import os
 import signal
@@ -49,7 +49,7 @@ KEPT = (
 """Arguments of the Trainer that change what a step computes."""
 
 _IN_FLOAT64 = (None, 32, "32", "32-true")
-"""Precisions in place of which runs use float64, if the model allows it."""
+"""Precisions that the runs replace with float64, if the model allows it."""
 
 _LEFT_OUT = {
     "max_restarts": 0,
@@ -57,18 +57,18 @@ _LEFT_OUT = {
     "verify_every_n_steps": 0,
     "rebalance": None,
 }
-"""Settings of a pipeline that have no place in a reference of one stage."""
+"""Settings of a pipeline that do not apply to a reference with one stage."""
 
 
 class VerifiedStrategy:
-    """What a strategy means for the runs that verify it.
+    """The properties of a strategy that determine the runs that verify it.
 
     Args:
-        strategy: The strategy, as a Trainer has it.
+        strategy: The strategy of a Trainer.
         num_devices: The number of devices.
 
     Raises:
-        MisconfigurationException: If it is none of the strategies that can be verified.
+        MisconfigurationException: If the strategy cannot be verified.
     """
 
     def __init__(self, strategy: Strategy, num_devices: int) -> None:
@@ -86,7 +86,7 @@ class VerifiedStrategy:
 
     @property
     def is_pipeline(self) -> bool:
-        """Whether it divides layers."""
+        """Whether the strategy splits the layers into stages."""
         return self.name == "RPCSequentialStrategy"
 
     @property
@@ -103,12 +103,12 @@ class VerifiedStrategy:
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether micro-batches count by their tokens."""
+        """Whether micro-batches are weighted by their tokens."""
         return self.arguments.get("loss_weight", "rows") == "tokens"
 
     @property
     def steps_in_backward(self) -> bool:
-        """Whether a hook that reads gradients would change how the strategy steps."""
+        """Whether a hook that reads gradients would change when the strategy steps."""
         return self.name == "ZeROStrategy" and bool(self.arguments.get("overlap_with_ddp"))
 
     def run(self, precision: Any) -> Execution:
@@ -153,18 +153,18 @@ def verify_run(
 
     Args:
         trainer_class: The class of the Trainer.
-        given: The arguments that a Trainer was given.
-        strategy: The strategy that it has.
-        num_devices: The number of its devices.
-        model: The model, which is left unchanged.
-        data: A data module, or loaders of training batches; ``None``: the model has loaders.
+        given: The arguments of the Trainer.
+        strategy: The strategy of the Trainer.
+        num_devices: The number of devices of the Trainer.
+        model: The model, which is not changed.
+        data: A data module, or loaders of training batches; ``None`` if the model has loaders.
         steps: Number of optimizer steps.
-        blocks: Number of blocks to keep of the model; ``None``: all.
-        seed: Seeds everything.
+        blocks: Number of blocks of the model to keep; ``None`` keeps all.
+        seed: The seed of all random numbers.
 
     Raises:
-        MisconfigurationException: Before any process starts, if something cannot be verified.
-        RuntimeError: If the model does not train in one process, or not under the strategy.
+        MisconfigurationException: Before any process starts, if the model or the settings cannot be verified.
+        RuntimeError: If the model does not train in one process or does not train under the strategy.
     """
     _check(given, model, steps, data)
     verified = VerifiedStrategy(strategy, num_devices)
@@ -271,7 +271,10 @@ def _with_and_without_dropout(
     failed: Mapping[str, FailedRun],
     judge: Callable[..., Certificate],
 ) -> Certificate:
-    """Return the verdict about runs without dropout if that is wrong: one stage has the faults of the whole engine."""
+    """Return the verdict about runs without dropout if it is "wrong"; otherwise return ``result`` with notes.
+
+    A comparison with one stage alone would miss faults of the engine that do not depend on the number of stages.
+    """
     if failure := failed.get(plain[0].name) or failed.get(plain[-1].name):
         result.notes.append(f"The model does not train with a dropout of 0: {failure.message}")
         return result
@@ -305,10 +308,10 @@ def _described(verified: VerifiedStrategy, actual: RunRecord) -> str:
 
 
 def _check(given: Mapping[str, Any], model: LightningModule, steps: int, data: Any) -> None:
-    """Check what can be checked before any process starts.
+    """Check the arguments before any process starts.
 
     Raises:
-        MisconfigurationException: If something is wrong.
+        MisconfigurationException: If an argument is wrong.
     """
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise MisconfigurationException(f"steps must be a whole number of at least 1, got {steps!r}.")
@@ -334,7 +337,7 @@ def _check(given: Mapping[str, Any], model: LightningModule, steps: int, data: A
 
 
 def kept_arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the arguments of the Trainer that hold for the runs, and notes of what is left out."""
+    """Return the arguments of the Trainer that apply to the runs, and notes about arguments that are left out."""
     kept = {name: given[name] for name in KEPT if given.get(name) is not None}
     callbacks = given.get("callbacks") or []
     callbacks = [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
@@ -380,7 +383,7 @@ class RunProcesses:
         return failed
 
     def record(self, name: str) -> RunRecord:
-        """Return the record of an execution, of all its ranks."""
+        """Return the record of an execution, merged from all its ranks."""
         return merged(read_records(self._folder, name.replace(" ", "-")))
 
     def _execute(self, names: Sequence[str]) -> int:
@@ -404,7 +407,7 @@ class RunProcesses:
 
 @contextmanager
 def _detached(data: Any) -> Iterator[None]:
-    """Within this, a data module has no Trainer, which need not be copied with it."""
+    """Context in which a data module has no Trainer, so that the Trainer is not copied with it."""
     if not isinstance(data, LightningDataModule):
         yield
         return
@@ -417,7 +420,7 @@ def _detached(data: Any) -> Iterator[None]:
 
 @contextmanager
 def _ended(child: "subprocess.Popen[bytes]") -> Iterator["subprocess.Popen[bytes]"]:
-    """End a process, and those that it has started, if the body is left before it has ended."""
+    """Context that ends a process and its child processes on exit, if the process still runs."""
     try:
         yield child
     finally:
@@ -432,7 +435,7 @@ def _ended(child: "subprocess.Popen[bytes]") -> Iterator["subprocess.Popen[bytes
 
 @contextmanager
 def _progress(names: Sequence[str]) -> Iterator[Any]:
-    """Show how many steps have been made, where the output is a terminal."""
+    """Show the number of steps that have been made, if the output is a terminal."""
     from rich.console import Console
     from rich.progress import Progress
 

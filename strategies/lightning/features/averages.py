@@ -1,8 +1,8 @@
-"""Lightning's callbacks that change weights, under a pipeline: each stage holds the averages of its own layers.
+"""Lightning's callbacks that average weights, under a pipeline: each stage holds the averages of its layers.
 
-The callbacks run unchanged on the driver. Their copy of the model is divided over the stages in the same way as the
-model, and each operation between model and copy (average, swap, copy) runs on the stage that holds both. Pruning is
-refused.
+The callbacks run unchanged on the driver. Their copy of the model is split into stages in the same way as the model.
+Each operation between model and copy (average, swap, copy) runs on the stage that holds both. Callbacks that prune
+weights are refused.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -35,11 +35,11 @@ _HOOKS = [
     for name in vars(Callback)
     if name.startswith("on_") and name not in ("on_save_checkpoint", "on_load_checkpoint", "on_exception")
 ]
-"""The hooks in which a callback may change weights. A checkpoint gathers the values of every stage in any case."""
+"""The hooks in which a callback may change weights. A checkpoint always gathers the values of every stage."""
 
 
 class WeightAverages(Feature):
-    """Has callbacks that average weights work on the stages."""
+    """Makes callbacks average weights on the stages."""
 
     def check(self, prepared: Preparation) -> None:
         """Check that no callback prunes weights."""
@@ -51,15 +51,15 @@ class WeightAverages(Feature):
         return {"copies": find_copies(prepared.trainer, prepared.module, prepared.path)}
 
     def begin(self, run: Run) -> Iterable[Undo]:
-        """Run what the callbacks compute on the stages."""
+        """Make the stages run the computations of the callbacks."""
         return average_on_stages(run.trainer, run.pipeline.reading_late)
 
 
 def check_callbacks(trainer: Any) -> None:
-    """Check that no callback prunes weights, because it would prune those of the driver's stage only.
+    """Check that no callback prunes weights, because it would prune only the weights of the driver's stage.
 
     Raises:
-        MisconfigurationException: If a callback does.
+        MisconfigurationException: If a callback prunes weights.
     """
     for callback in trainer.callbacks:
         if isinstance(callback, ModelPruning):
@@ -78,7 +78,7 @@ def find_copies(trainer: Any, module: Pipelined, path: str) -> list[ModelCopy]:
         path: The dotted path of ``module`` in the model.
 
     Raises:
-        MisconfigurationException: If a copy is not one of this model.
+        MisconfigurationException: If a copy is not a copy of this model.
     """
     copies = []
     for callback in _averaging(trainer):
@@ -98,7 +98,7 @@ def find_copies(trainer: Any, module: Pipelined, path: str) -> list[ModelCopy]:
 
 
 def average_on_stages(trainer: Any, reading_late: Callable[[], AbstractContextManager[Any]]) -> list[Undo]:
-    """Run what averaging callbacks compute in their hooks on the stages.
+    """Make the stages run what averaging callbacks compute in their hooks.
 
     Args:
         trainer: The Trainer with the callbacks.
@@ -109,13 +109,13 @@ def average_on_stages(trainer: Any, reading_late: Callable[[], AbstractContextMa
     """
     callbacks = _averaging(trainer)
     undo = [undo for callback in callbacks for undo in run_hooks_within(callback, _HOOKS, OnStages)]
-    # WeightAveraging saves the average as ``state_dict``.
+    # WeightAveraging saves the average under the key ``state_dict``.
     saving = [undo for own in callbacks for undo in run_hooks_within(own, ["on_save_checkpoint"], reading_late)]
     return [*undo, *saving]
 
 
 def _averaging(trainer: Any) -> list[WeightAveraging | StochasticWeightAveraging]:
-    """Return the callbacks that use their average in this run; ``StochasticWeightAveraging`` only in ``fit``."""
+    """Return the callbacks that use an average in this run; ``StochasticWeightAveraging`` does so only in ``fit``."""
     kinds = (
         (WeightAveraging, StochasticWeightAveraging) if trainer.state.fn == TrainerFn.FITTING else (WeightAveraging,)
     )

@@ -1,4 +1,4 @@
-"""BatchNorm layers, which normalise each micro-batch by itself: a warning, and deferred statistics.
+"""BatchNorm layers, which normalise each micro-batch separately: a warning, and deferred statistics.
 
 With ``deferred_batch_norm=True``, the engine updates running statistics once per batch, from all of its rows.
 """
@@ -21,7 +21,7 @@ from strategies.pipeline.executor.settings import Settings
 
 
 class BatchNormLayers(Feature):
-    """Warns if a layer trains otherwise than in one process."""
+    """Warns if a BatchNorm layer trains differently than in one process."""
 
     options = ("deferred_batch_norm",)
 
@@ -39,7 +39,7 @@ class BatchNormLayers(Feature):
         yield self._norms.clear
 
     def begin(self, run: Run) -> Iterable[Undo]:
-        """Watch the steps, if there are such layers."""
+        """Call the check before each batch, if there are BatchNorm layers."""
         if self._norms:
             run.before_batch.append(self._warn)
         return ()
@@ -51,7 +51,7 @@ class BatchNormLayers(Feature):
 
 
 def batch_norms_of(prepared: Preparation) -> dict[str, BatchNorm]:
-    """Return the BatchNorm layers of the pipelined part, by their names in the model."""
+    """Return the BatchNorm layers of the pipelined part, by name in the model."""
     return {
         f"{prepared.path}.{name}": child
         for name, child in prepared.module.named_modules()
@@ -77,13 +77,13 @@ def check_deferred_batch_norm(settings: Settings, norms: Mapping[str, BatchNorm]
 
 
 def warn_of_batch_norm(model: LightningModule, norms: Mapping[str, BatchNorm], settings: Settings) -> bool:
-    """Warn if a BatchNorm layer normalises by statistics of micro-batches instead of those of the batch.
+    """Warn if a BatchNorm layer normalises with the statistics of each micro-batch instead of the whole batch.
 
-    A BatchNorm layer in evaluation mode normalises by its running statistics, as in one process.
+    A BatchNorm layer in evaluation mode normalises with its running statistics, as in one process.
 
     Args:
         model: The model, before a training step.
-        norms: The BatchNorm layers of its pipelined part, by their names in the model.
+        norms: The BatchNorm layers of its pipelined part, by name in the model.
         settings: Settings of the pipeline.
 
     Returns:
@@ -121,7 +121,7 @@ def warn_of_batch_norm(model: LightningModule, norms: Mapping[str, BatchNorm], s
 
 
 def smallest_batch(trainer: Any) -> int | None:
-    """Return the number of rows of the smallest training batch of an epoch, or ``None`` if no loader tells it."""
+    """Return the number of rows of the smallest training batch of an epoch, or ``None`` if it is unknown."""
     sizes = []
     for loader in training_loaders(trainer):
         sampler = getattr(loader, "batch_sampler", None)

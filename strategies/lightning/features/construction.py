@@ -1,7 +1,7 @@
 """Models built without memory: in ``configure_model``, in ``trainer.init_module()``, or on the ``meta`` device.
 
-Their construction is recorded, and each process builds the layers of its stage. Weights of a checkpoint that belong to
-such layers stay in the file until these processes read them.
+Their construction is recorded, and each process builds the layers of its stage. The weights of a checkpoint for such
+layers stay in the file until the process that builds the layers reads them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,13 +31,13 @@ from strategies.pipeline.state.stand_ins import replace_parameter, without_stand
 
 
 class ModelConstruction(Feature):
-    """Records how models are built, and builds them where their layers are.
+    """Records how models are built, and builds each layer in the process that holds it.
 
     Args:
-        gather_on_end: The option of this name.
+        gather_on_end: The option ``gather_on_end``.
 
     Attributes:
-        construction: What has been recorded.
+        construction: The recorded construction.
         references: References to the weights of the checkpoint that is being loaded.
     """
 
@@ -53,7 +53,7 @@ class ModelConstruction(Feature):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Within this, models are built without memory for their large tensors, and so that it can be repeated."""
+        """Context in which models are built without memory for their large tensors, and recorded."""
 
         def later(path: str, key: str, like: Tensor) -> Tensor:
             return self.construction.stored_tensor(InSafetensors.of(path, key), like)
@@ -62,12 +62,12 @@ class ModelConstruction(Feature):
             yield
 
     def gathers(self, module: Pipelined) -> bool:
-        """Return whether the driver gets the whole model when the run ends: if it has been there, by default."""
+        """Return whether the driver gets the whole model when the run ends; by default, if it held the whole model."""
         built_here = not any(tensor.is_meta for _, tensor in tensors_of(module))
         return built_here if self._gather_on_end is None else self._gather_on_end
 
     def initialise(self, model: nn.Module) -> None:
-        """Initialise modules that the user has built on the ``meta`` device and no checkpoint has given values."""
+        """Initialise modules that the user built on the ``meta`` device and that got no values from a checkpoint."""
         if any(isinstance(tensor, RemoteParameter) for _, tensor in tensors_of(model)):
             return  # an earlier run has trained them
         if self.adopt(model) and (names := initialise(model, self.construction)):
@@ -78,18 +78,18 @@ class ModelConstruction(Feature):
             )
 
     def builder(self, model: nn.Module) -> Callable[[Iterable[nn.Module]], None]:
-        """Return a function that gives modules of the model on the driver their values, if they have been recorded."""
+        """Return a function that builds modules of the model on the driver, if their construction was recorded."""
         built: dict[int, torch.UntypedStorage] = {}
         return lambda modules: self.construction.build(modules, partial(replace_parameter, model, ()), built)
 
     def arguments(self, prepared: Preparation, optimizers: Sequence[Optimizer]) -> PipelineArguments:
-        """Return how processes build their layers, and whether these come back."""
+        """Return how processes build their layers, and whether the layers return to the driver at the end."""
         return {"construction": self.construction, "gathers_on_end": prepared.gathers}
 
     # Checkpoints
 
     def adopt(self, model: nn.Module) -> bool:
-        """Return whether tensors of a model have no memory; from now on operations on them can be recorded."""
+        """Return whether tensors of a model have no memory, and prepare them for recording operations on them."""
         without_stand_ins(model)
         found = [tensor for _, tensor in tensors_of(model) if tensor.is_meta]
         for tensor in found:
@@ -97,22 +97,22 @@ class ModelConstruction(Feature):
         return bool(found)
 
     def refer_to(self, path: Path, checkpoint: dict[str, Any], weights_only: bool | None) -> None:
-        """Let processes read tensors of a checkpoint from its file."""
+        """Let the processes read tensors of a checkpoint from its file."""
         self.references = references_in_file(path, checkpoint, weights_only)
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Within this, values of the checkpoint may be loaded into tensors without memory."""
+        """Context in which values of the checkpoint can be loaded into tensors without memory."""
         with self.construction.references.used(self.references), self.construction.recording():
             yield
 
     def load_sharded(
         self, model: nn.Module, path: Path, weights_only: bool | None
     ) -> tuple[dict[str, Any], Path | None]:
-        """Read a sharded checkpoint, but for the weights of layers that have not been built.
+        """Read a sharded checkpoint, except the weights of layers that have not been built.
 
         Returns:
-            The checkpoint, and the directory of what has not been read.
+            The checkpoint, and the directory with the values that have not been read.
         """
         checkpoint, shards = load_sharded(path, [], weights_only)
         state = checkpoint["state_dict"]
@@ -127,7 +127,7 @@ class ModelConstruction(Feature):
         return checkpoint, shards
 
     def take_references(self) -> Mapping[int, FileReference]:
-        """Return the references to the checkpoint that is being loaded, which are needed no longer."""
+        """Return the references to the checkpoint that is being loaded, and drop them."""
         references, self.references = self.references, {}
         return references
 

@@ -1,10 +1,10 @@
-"""How layers are divided among stages, which outlasts a run: a schedule that was searched for, layers that have moved.
+"""How layers are divided among stages. The strategy keeps schedules from a search, and moved layers, for later runs.
 
 A run takes the first of these that fits it:
 
     schedule="auto"   the schedule that an earlier search has found, in this process or before the checkpoint; a search
     moved layers      the balance to which layers have moved in an earlier run
-    otherwise         the balance that the user has given, or that measuring the layers finds
+    otherwise         the balance that the user gives, or the balance found by measuring the layers
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ from strategies.pipeline.schedule.planned import PlannedSchedule
 
 
 class Division(Feature):
-    """Keeps what was found or moved, and divides the layers of a run.
+    """Divides the layers of a run, and keeps the schedule from a search and the balance after a move.
 
     Args:
         options: The options.
@@ -31,8 +31,8 @@ class Division(Feature):
             called.
 
     Attributes:
-        balance: The number of layers of each chunk in the present or the last run; before, as the user gave it.
-        path: The dotted path of the layers in the present or the last run; before, as the user gave it.
+        balance: The number of layers of each chunk in the present or last run; before the first run, the user's value.
+        path: The dotted path of the layers in the present or last run; before the first run, the user's value.
     """
 
     def __init__(self, options: Options, search: Callable[..., PlannedSchedule]) -> None:
@@ -43,14 +43,14 @@ class Division(Feature):
         self._moved: list[int] = []
 
     def check(self, prepared: Preparation) -> None:
-        """Warn of layers that a pipeline would split in a wrong way, and of a model that is compiled as a whole."""
+        """Warn about layers that a pipeline would split along the wrong dimension, and about a compiled model."""
         if isinstance(prepared.module, nn.Sequential):
             warn_of_time_first(prepared.module, prepared.path)
         elif prepared.is_fitting:
             warn_of_compiled_model(prepared.path)
 
     def find(self, model: nn.Module, num_stages: int) -> str:
-        """Return the dotted path of the part of a model that is pipelined."""
+        """Return the dotted path of the pipelined part of a model."""
         num_chunks = len(stages_of_chunks(self._options.settings, num_stages))
         self.path = find_path(model, self._options.module, num_stages, num_chunks)
         return self.path
@@ -60,10 +60,10 @@ class Division(Feature):
         self.balance = self._moved = list(balance)
 
     def divide(self, prepared: Preparation, *, is_reversed: bool) -> tuple[Settings, list[int]]:
-        """Return the settings, with a schedule, and the number of layers of each chunk; the same on all replicas.
+        """Return the settings with a schedule, and the number of layers of each chunk. All replicas get the same.
 
         Args:
-            prepared: What is known. The parts of the model outside of the layers are on the driver's device.
+            prepared: The prepared run. The parts of the model outside the layers are on the driver's device.
             is_reversed: Whether the first stage has the last layers.
         """
         settings, balance = self._divide(prepared, is_reversed)
@@ -86,7 +86,7 @@ class Division(Feature):
         if len(self._moved) == num_chunks and sum(self._moved) == len(module):
             return settings, self._moved
         if settings.is_auto and given is not None and len(given) != num_chunks:
-            given = "even"  # nothing is trained, and the given numbers are those of more chunks
+            given = "even"  # this run does not train, and the given numbers are for more chunks
         balance = find_balance(
             model,
             module,
@@ -97,10 +97,10 @@ class Division(Feature):
             settings=settings,
             **measuring,
         )
-        return settings, ranks.broadcast(balance)  # each replica has measured other times
+        return settings, ranks.broadcast(balance)  # each replica has measured different times
 
     def _plan(self, prepared: Preparation, measuring: Mapping[str, Any]) -> PlannedSchedule | None:
-        """Return the schedule for ``schedule="auto"``; ``None`` if none fits, and nothing is trained."""
+        """Return the schedule for ``schedule="auto"``; ``None`` if none fits and the run needs no search."""
         options, settings, module = self._options, prepared.settings, prepared.module
         sets = num_gradient_sets(prepared.trainer, prepared.model) if prepared.is_fitting else 1
         planned, num_stages, given = self._planned, prepared.num_stages, options.given_balance
@@ -121,10 +121,10 @@ class Division(Feature):
         return self._planned
 
     def state(self) -> dict[str, Any]:
-        """Return the schedule that was found."""
+        """Return the schedule that the search found."""
         return {} if self._planned is None else {"schedule": self._planned.state()}
 
     def load_state(self, state: Mapping[str, Any], *, is_running: bool) -> None:
-        """Use the schedule of a checkpoint from which training goes on."""
+        """Use the schedule of a checkpoint from which training resumes."""
         if (found := state.get("schedule")) is not None and not is_running:
             self._planned = PlannedSchedule.from_state(found)

@@ -25,7 +25,7 @@ from strategies.pipeline.stage.layers import Seeds
 
 
 class PipelineArguments(TypedDict, total=False):
-    """Arguments of :class:`~strategies.pipeline.driver.Pipeline` that features give."""
+    """Arguments of :class:`~strategies.pipeline.driver.Pipeline` that features provide."""
 
     construction: Construction | None
     copies: Sequence[ModelCopy]
@@ -38,7 +38,7 @@ class PipelineArguments(TypedDict, total=False):
 
 
 class MemoryArguments(TypedDict, total=False):
-    """Arguments of :func:`~strategies.pipeline.partition.memory.check_memory` that features give."""
+    """Arguments of :func:`~strategies.pipeline.partition.memory.check_memory` that features provide."""
 
     gradient_sets: int
     num_shares: int
@@ -46,9 +46,9 @@ class MemoryArguments(TypedDict, total=False):
 
 
 class Feature:
-    """A feature of a pipeline. It overrides the methods that it needs; by default all do nothing.
+    """A feature of a pipeline. It overrides the methods that it needs; by default, all methods do nothing.
 
-    A feature exists as long as its strategy. What exists in a run only is in :class:`~strategies.lightning.run.Run`.
+    A feature lives as long as its strategy. What lives for one run is in :class:`~strategies.lightning.run.Run`.
     """
 
     options: ClassVar[Sequence[str]] = ()
@@ -56,7 +56,7 @@ class Feature:
 
     @classmethod
     def of(cls, options: Options) -> "Feature | None":
-        """Return the feature for these options, which it checks; ``None`` if they do not ask for it.
+        """Check the options and return the feature; ``None`` if the options do not ask for it.
 
         Raises:
             MisconfigurationException: If an option is wrong.
@@ -67,79 +67,79 @@ class Feature:
         """Check devices and hosts. Called when the Trainer is built."""
 
     def check(self, prepared: Preparation) -> None:
-        """Check the run, and warn of what differs from one process. No worker has started; nothing may change.
+        """Check the run, and warn of what differs from one process. No worker has started; do not change anything.
 
         Raises:
             MisconfigurationException: If the run needs something that the feature cannot do.
         """
 
     def prepare(self, prepared: Preparation) -> Iterable[Undo]:
-        """Change what must be changed before layers are measured and sent; yield what undoes it after the run."""
+        """Make the changes that must precede measuring and sending layers; yield functions that undo them."""
         return ()
 
     def arguments(self, prepared: Preparation, optimizers: Sequence[Optimizer]) -> PipelineArguments:
-        """Return arguments of the pipeline. ``optimizers`` are those of the user, if the run trains."""
+        """Return arguments of the pipeline. ``optimizers`` holds the user's optimizers if the run trains."""
         return {}
 
     def memory(self, prepared: Preparation, optimizers: Sequence[Optimizer]) -> MemoryArguments:
-        """Return what the feature takes of the memory."""
+        """Return the arguments that describe the memory that the feature uses."""
         return {}
 
     def training_step(self, prepared: Preparation, pipeline: Pipeline) -> TrainingStep | None:
-        """Return what runs ``training_step``; ``None`` to leave that to another feature, or to run whole batches."""
+        """Return the object that runs ``training_step``; ``None`` to leave it to another feature or to Lightning."""
         return None
 
     def begin(self, run: Run) -> Iterable[Undo]:
-        """Begin with a run whose workers have started; yield what ends it while they still run."""
+        """Start the feature after the workers have started; yield functions that end it before the workers end."""
         return ()
 
-    # Called within fit, only of features that override them
+    # Called within fit, only for features that override them
 
     def on_train_batch_start(self, run: Run) -> None:
-        """A training batch begins."""
+        """Called when a training batch begins."""
 
     def on_batches_end(self, run: Run) -> None:
-        """A validation begins, or the last training batch is over."""
+        """Called when a validation begins, or when the last training batch is over."""
 
-    # Checkpoints from which training can go on
+    # Checkpoints from which training can resume
 
     def state(self) -> dict[str, Any]:
         """Return entries for the key ``relay`` of a checkpoint."""
         return {}
 
     def load_state(self, state: Mapping[str, Any], *, is_running: bool) -> None:
-        """Take over entries of the key ``relay`` of a checkpoint, within ``fit``.
+        """Restore entries of the key ``relay`` of a checkpoint, within ``fit``.
 
         Args:
-            state: The entries of all features; of an earlier version, they may lack those of this one.
+            state: The entries of all features. A checkpoint of an earlier version may lack the entries of this feature.
             is_running: Whether workers have started.
         """
 
 
 def overriding(features: Iterable[Feature], name: str) -> list[Callable[[Run], None]]:
-    """Return the methods of a name of those features that override it."""
+    """Return the method with this name of each feature that overrides it."""
     return [getattr(own, name) for own in features if getattr(type(own), name) is not getattr(Feature, name)]
 
 
 class KindOfFeature(Protocol):
-    """A class of features, or what imports one."""
+    """A class of features, or an object that imports such a class."""
 
     @property
     def options(self) -> Sequence[str]:
-        """The names of the options that have no effect without it."""
+        """The names of the options that have no effect without the feature."""
 
     def of(self, options: Options) -> Feature | None:
-        """Return the feature for these options; ``None`` if they do not ask for it."""
+        """Return the feature for these options; ``None`` if the options do not ask for it."""
 
 
 @dataclass(frozen=True)
 class ImportedIfAskedFor:
-    """A class of features that is imported if one of its options is given: other runs need not import its tools.
+    """A class of features that is imported only if one of its options is given, because its imports take time.
 
     Attributes:
         module: The module of the class.
         name: The name of the class.
-        options: The names of its options, which are ``None`` if they are not given.
+        options: The names of its options. An option that is not given is ``None``.
     """
 
     module: str
@@ -157,17 +157,16 @@ class ImportedIfAskedFor:
 def features_of(
     kinds: Iterable[KindOfFeature], options: Options, intrinsic: Sequence[str], defaults: Mapping[str, Any]
 ) -> list[Feature]:
-    """Return the features for which options ask.
+    """Return the features that the options ask for.
 
     Args:
-        kinds: The classes of features that there are.
+        kinds: All classes of features.
         options: The options.
         intrinsic: The names of the options that have an effect without any feature.
         defaults: The default of each option.
 
     Raises:
-        MisconfigurationException: If an option is wrong, or is given without a feature on which it would have an
-            effect.
+        MisconfigurationException: If an option is wrong, or if it has no effect because its feature is not in use.
     """
     listed = list(kinds)
     with_effect = {*intrinsic, *(name for kind in listed for name in kind.options)}

@@ -1,4 +1,4 @@
-"""Models of Hugging Face: what their configurations ask for and a pipeline does in another way, or cannot do."""
+"""Hugging Face models: settings of their configurations that a pipeline handles differently or cannot support."""
 
 from collections.abc import Iterable
 from operator import attrgetter
@@ -18,7 +18,7 @@ class HuggingFaceModels(Feature):
     """Switches off the key-value cache, and gradient checkpointing of blocks that their stages recompute."""
 
     def check(self, prepared: Preparation) -> None:
-        """Refuse LayerDrop, and warn of an auxiliary loss of routers."""
+        """Refuse LayerDrop, and warn about an auxiliary loss of routers."""
         if isinstance(prepared.module, nn.ModuleList) and prepared.is_fitting:
             check_layer_drop(prepared.model, prepared.path)
             warn_of_router_loss(prepared.model, prepared.settings)
@@ -45,7 +45,8 @@ def check_layer_drop(model: nn.Module, path: str) -> None:
 
     Args:
         model: The model.
-        path: Path of the blocks. The probability is an attribute of the module around them, or of its configuration.
+        path: Path of the blocks. The probability is an attribute of the module that contains them, or of its
+            configuration.
 
     Raises:
         MisconfigurationException: If the probability is not 0.
@@ -65,7 +66,7 @@ def check_layer_drop(model: nn.Module, path: str) -> None:
 
 
 def warn_of_router_loss(model: nn.Module, settings: Settings) -> None:
-    """Warn if a mixture of experts of Hugging Face adds its auxiliary loss, which is not a mean over rows."""
+    """Warn if a Hugging Face mixture of experts adds its auxiliary loss, which is not a mean over rows."""
     if not settings.interleaves or settings.microbatches == 1:
         return
     for name, module in model.named_modules():

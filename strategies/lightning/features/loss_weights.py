@@ -1,18 +1,18 @@
-"""How much each micro-batch counts in the loss, and each accumulated batch and replica in the gradient of a step.
+"""The weight of each micro-batch in the loss, and of each accumulated batch and replica in the gradient of a step.
 
-Where ``training_step`` runs once per micro-batch, it returns means over that micro-batch. Means over numbers of
-elements that differ (tokens that are not padding) have to be weighted by these numbers. With such weights ``w``, the
-gradient of an optimizer step is
+Where ``training_step`` runs once per micro-batch, it returns means over this micro-batch. If micro-batches have
+different numbers of elements (such as tokens that are not padding), their means must be weighted by these numbers. With
+such weights ``w``, the gradient of an optimizer step is
 
     sum of w[r, b, m] * g[r, b, m] / sum of w[r, b, m]        over replicas r, accumulated batches b, micro-batches m
 
-where ``g`` is the gradient of one micro-batch. The weights of later batches are not known while a batch runs, so
-``.grad`` is the mean over the batches so far. Another batch scales it down and adds its own share::
+where ``g`` is the gradient of one micro-batch. The weights of later batches are unknown while a batch runs, so
+``.grad`` is the mean over the batches so far. The next batch scales ``.grad`` down and adds its share::
 
     total weight    0          4                       10
     .grad           nothing    1 * g(4)                4/10 * .grad + 6/10 * g(6)
 
-The mean over the replicas takes each of them by its share in the total weight of all.
+The mean over the replicas weights each replica by its share of the total weight.
 """
 
 import inspect
@@ -29,14 +29,14 @@ from strategies.pipeline.executor.per_microbatch import Shares
 from strategies.pipeline.executor.settings import Settings
 
 IGNORED_LABEL = -100
-"""The label of what is not a token: torch's default for ``ignore_index``, which Hugging Face models use."""
+"""The label of positions that do not count: torch's default for ``ignore_index``, which Hugging Face models use."""
 
 _LABELS = ("shift_labels", "labels")
-"""Where labels are looked for, first name first."""
+"""The names under which labels are searched for, in this order."""
 
 
 def has_own_weights(model: LightningModule) -> bool:
-    """Return whether a model gives the weights of its micro-batches itself."""
+    """Return whether a model defines the weights of its micro-batches."""
     return hasattr(model, "microbatch_weight")
 
 
@@ -44,10 +44,10 @@ class LossWeights:
     """Weights other than rows: of micro-batches, and of batches and replicas in the gradient of a step.
 
     Args:
-        model: The model. If it has a method ``microbatch_weight(microbatch)``, that returns the weight. Otherwise the
-            weight is the number of tokens: labels other than ``IGNORED_LABEL``, without the first one of each row if a
-            Hugging Face model in ``model`` shifts ``labels`` (whether or not ``training_step`` uses its loss; labels
-            that have been shifted already are called ``shift_labels``).
+        model: The model. If it has a method ``microbatch_weight(microbatch)``, this method returns the weight.
+            Otherwise the weight is the number of tokens: labels other than ``IGNORED_LABEL``. The first label of each
+            row does not count if a Hugging Face model in ``model`` shifts ``labels``, whether or not ``training_step``
+            uses its loss. Labels that have already been shifted are called ``shift_labels``.
         sum_over_replicas: Returns, for each of several numbers, the sum over the replicas. Every replica calls it.
         num_replicas: Number of replicas.
     """
@@ -69,7 +69,8 @@ class LossWeights:
         """Return the weight of each micro-batch.
 
         Raises:
-            MisconfigurationException: If the method of the model returns no weight, or if there are no labels to count.
+            MisconfigurationException: If the method of the model returns an invalid weight, or if there are no labels
+                to count.
         """
         if has_own_weights(self._model):
             model: Any = self._model
@@ -77,14 +78,14 @@ class LossWeights:
         return self._numbers_of_tokens(microbatches)
 
     def begin_step(self) -> None:
-        """Start to count anew: the next backward pass is the first one of an optimizer step."""
+        """Reset the count: the next backward pass is the first of an optimizer step."""
         self._total, self._is_first = 0.0, True
 
     def added(self, weight: float, num_batches: int) -> Shares:
         """Count a batch whose gradients are now added to ``.grad``.
 
         Args:
-            weight: Weight of the batch, the sum of those of its micro-batches.
+            weight: Weight of the batch, the sum of the weights of its micro-batches.
             num_batches: Number by which Lightning divides the loss of the batch.
 
         Returns:
@@ -93,19 +94,19 @@ class LossWeights:
         before, self._total = self._total, self._total + weight
         is_first, self._is_first = self._is_first, False
         if not self._total:
-            return Shares()  # batches without any weight: Lightning's mean, until one has a weight
-        # What is in .grad before the first batch is the user's, who has replaced zero_grad.
+            return Shares()  # no batch has had a weight so far: Lightning's mean
+        # A value in .grad before the first batch comes from the user, who has replaced zero_grad.
         return Shares(added=num_batches * weight / self._total, kept=1.0 if is_first else before / self._total)
 
     def share_of_replica(self) -> float | None:
-        """Return the share of this replica in the mean over the replicas; ``None`` if all have the same."""
+        """Return the share of this replica in the mean over the replicas; ``None`` if all shares are equal."""
         if self._num_replicas == 1:
             return None
         (total,) = self._sum_over_replicas([self._total])
         return self._total / total if total else None
 
     def over_replicas(self, totals: Sequence[float]) -> list[float] | None:
-        """Return mean weights over the replicas, given those of this one; ``None`` if there is only this one."""
+        """Return mean weights over the replicas, given the weights on this replica; ``None`` for a single replica."""
         if self._num_replicas == 1:
             return None
         return [total / self._num_replicas for total in self._sum_over_replicas(totals)]
@@ -134,11 +135,11 @@ class LossWeights:
 
 
 def warn_of_ignored_labels(microbatches: Sequence[Any], sizes: Sequence[int]) -> None:
-    """Warn if micro-batches have different numbers of tokens per row, whereas they count by rows.
+    """Warn if micro-batches have different numbers of tokens per row although they are weighted by rows.
 
     Args:
         microbatches: The micro-batches of a batch.
-        sizes: The number of rows of each.
+        sizes: The number of rows of each micro-batch.
     """
     for name in _LABELS:
         columns = [_entry(microbatch, name) for microbatch in microbatches]
@@ -176,7 +177,7 @@ def check_loss_weight(loss_weight: str, settings: Settings) -> None:
 
 
 def _labels_of(microbatches: Sequence[Any]) -> tuple[str, list[Tensor]]:
-    """Return the name of the labels in the micro-batches, and those of each."""
+    """Return the name of the labels, and the labels of each micro-batch."""
     for name in _LABELS:
         found = [_entry(microbatch, name) for microbatch in microbatches]
         if all(isinstance(labels, Tensor) and _is_integral(labels) for labels in found):
@@ -213,7 +214,7 @@ def _shifting_model(model: nn.Module) -> str | None:
     Such a loss compares the output for token n with the label of token n + 1, so nothing predicts the first label.
 
     Raises:
-        MisconfigurationException: If it cannot be told whether a model shifts.
+        MisconfigurationException: If it is unknown whether a model shifts labels.
     """
     decided = {type(part).__name__: _shifts(part) for part in _models_with_a_loss(model)}
     if None in decided.values() or len(set(decided.values())) > 1:
@@ -226,8 +227,9 @@ def _shifting_model(model: nn.Module) -> str | None:
 
 
 def _models_with_a_loss(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost models of Hugging Face in ``module`` that compute a loss from labels."""
-    # Wrappers such as those of peft pass reads of these attributes on, so objects and classes themselves are asked.
+    """Yield the outermost Hugging Face models in ``module`` that compute a loss from labels."""
+    # Wrappers, such as peft's, pass attribute reads on to the wrapped model. So this reads the attributes of the object
+    # itself and of its class.
     has_loss = "loss_type" in vars(module) and hasattr(type(module), "loss_function")
     if has_loss and "labels" in inspect.signature(module.forward).parameters:
         yield module
@@ -237,7 +239,7 @@ def _models_with_a_loss(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _shifts(model: Any) -> bool | None:
-    """Return whether the loss of a Hugging Face model shifts labels; ``None`` if that cannot be told."""
+    """Return whether the loss of a Hugging Face model shifts labels; ``None`` if this is unknown."""
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return False  # the inputs of the decoder have been shifted instead
     forward = inspect.unwrap(type(model).forward)

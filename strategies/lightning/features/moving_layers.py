@@ -1,4 +1,4 @@
-"""Layers that move to other stages in mid-run: in which runs they can, how they do, and how a move is described."""
+"""Moves layers to other stages during a run: checks that they can move, moves them, and describes the move."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -13,12 +13,12 @@ from strategies.pipeline.partition.sequential import check_balance
 
 
 def move_layers(run: Run, balance: Sequence[int], why: str) -> bool:
-    """Move layers, with their optimizer states and gradients, so that stages have other numbers of layers.
+    """Move layers, with their optimizer states and gradients, to stages according to a new balance.
 
     Args:
         run: The run, between two batches; no stage is writing a checkpoint.
         balance: The number of layers of each chunk.
-        why: The end of the line that says what has moved.
+        why: The end of the line that reports the move.
 
     Returns:
         Whether layers have moved.
@@ -48,7 +48,7 @@ def check_can_move(what: str, prepared: Preparation) -> None:
     """Check that layers can move between the stages of a run.
 
     Raises:
-        MisconfigurationException: If they cannot.
+        MisconfigurationException: If they cannot move.
     """
     check_movable(
         what,
@@ -64,8 +64,8 @@ def moves(before: Sequence[int], after: Sequence[int], stage_of: Sequence[int]) 
     """Return which layers move, such as ``layers 4 and 5 from stage 0 to the driver``.
 
     Args:
-        before: The number of layers of each chunk before.
-        after: The same afterwards.
+        before: The number of layers of each chunk before the move.
+        after: The number of layers of each chunk after the move.
         stage_of: The stage of each chunk; the driver has the last stage.
     """
     driver = max(stage_of)
@@ -91,7 +91,7 @@ def refuse(what: str, reasons: Mapping[str, bool]) -> None:
     """Raise an error with the first reason that applies.
 
     Raises:
-        MisconfigurationException: If one does.
+        MisconfigurationException: If a reason applies.
     """
     for reason, applies in reasons.items():
         if applies:
@@ -104,15 +104,15 @@ def check_movable(
     """Check that layers can move to other stages.
 
     Args:
-        what: What needs that.
+        what: What needs layers to move, for the message.
         replicas: Number of pipelines.
-        is_external: Whether torchrun, SLURM or the like have started the workers.
+        is_external: Whether torchrun, SLURM or a similar launcher has started the workers.
         devices: The device of each stage.
         gathers: Whether the driver may hold the whole model.
         profiles: Whether the workers record traces for ``PyTorchProfiler``.
 
     Raises:
-        MisconfigurationException: If they cannot.
+        MisconfigurationException: If they cannot move.
     """
     others = [device for device in devices if device.type != "cpu"]
     reasons = {

@@ -1,8 +1,8 @@
-"""Runs ``training_step`` once per micro-batch and combines the results into those of one call for the whole batch.
+"""Runs ``training_step`` once per micro-batch and combines the results into the result for the whole batch.
 
 Losses, logged values and numbers in the output become means over the micro-batches, weighted by their numbers of rows
-or by other weights (:mod:`.loss_weights`). For a loss that is a mean over rows, or over tokens, this is the value of
-the whole batch.
+or by other weights (:mod:`.loss_weights`). If the loss is a mean over rows, or over tokens, the combined value equals
+the value for the whole batch.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -51,7 +51,7 @@ class StepsPerMicrobatch(Feature):
     """Runs ``training_step`` once per micro-batch, unless the schedule runs whole batches.
 
     Args:
-        loss_weight: The option of this name.
+        loss_weight: The option ``loss_weight``.
     """
 
     options = ("loss_weight",)
@@ -71,11 +71,11 @@ class StepsPerMicrobatch(Feature):
             check_automatic_optimization(prepared.model, prepared.settings.schedule)
 
     def memory(self, prepared: Preparation, optimizers: Sequence[Optimizer]) -> MemoryArguments:
-        """Return the number of gradients that a parameter has at once."""
+        """Return the number of gradients that each parameter has at the same time."""
         return {"gradient_sets": num_gradient_sets(prepared.model.trainer, prepared.model, optimizers)}
 
     def training_step(self, prepared: Preparation, pipeline: Pipeline) -> "TrainingStepPerMicrobatch":
-        """Return what runs ``training_step`` of all micro-batches."""
+        """Return the object that runs ``training_step`` for all micro-batches."""
         model, ranks, weights = prepared.model, prepared.ranks, None
         if self._loss_weight == "tokens" or has_own_weights(model):
 
@@ -87,20 +87,21 @@ class StepsPerMicrobatch(Feature):
         return TrainingStepPerMicrobatch(model, pipeline, prepared.precision, prepared.settings, weights)
 
     def begin(self, run: Run) -> Iterable[Undo]:
-        """Collect what micro-batches log."""
+        """Collect the values that micro-batches log."""
         yield collect_logs(run.model, _collector.get)
 
 
 class TrainingStepPerMicrobatch:
-    """Does what ``model.training_step(batch, *rest)`` does, one micro-batch at a time.
+    """Runs ``model.training_step(batch, *rest)`` one micro-batch at a time.
 
     Args:
-        model: The model. If it has a method ``split_batch(batch, num_microbatches)``, that returns the micro-batches.
+        model: The model. If it has a method ``split_batch(batch, num_microbatches)``, this method makes the
+            micro-batches.
         pipeline: The running pipeline.
-        precision: Gives the context of ``training_step``, and the loss scale if it has a gradient scaler.
+        precision: Provides the context of ``training_step``, and the loss scale if it has a gradient scaler.
         settings: Settings of the pipeline: the largest number of micro-batches.
-        loss_weights: Gives the weights of micro-batches, accumulated batches and replicas. By default micro-batches
-            count by their rows, and batches and replicas the same, as Lightning has it.
+        loss_weights: Provides the weights of micro-batches, accumulated batches and replicas. By default, micro-batches
+            are weighted by their rows, and batches and replicas equally, as in Lightning.
     """
 
     def __init__(
@@ -116,16 +117,16 @@ class TrainingStepPerMicrobatch:
         self._has_checked_labels = loss_weights is not None
 
     def share_of_replica(self) -> float | None:
-        """Return the share of this replica in the mean of gradients; ``None`` if all replicas have the same."""
+        """Return the share of this replica in the mean of gradients; ``None`` if all shares are equal."""
         return None if self._loss_weights is None else self._loss_weights.share_of_replica()
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run ``training_step`` of all micro-batches, and their backward passes.
+        """Run ``training_step`` and the backward pass for all micro-batches.
 
         Args:
-            args: The arguments of ``training_step``: the whole batch, and others that are the same for every
-                micro-batch.
-            kwargs: More of them, by name, in the order of ``training_step``.
+            args: The positional arguments of ``training_step``: the whole batch, and further arguments, which are the
+                same for every micro-batch.
+            kwargs: The keyword arguments of ``training_step``, in the order of its signature.
 
         Returns:
             The combined output of ``training_step``.
@@ -142,7 +143,7 @@ class TrainingStepPerMicrobatch:
 
     def _run(self, batch: Any, rest: Sequence[Any]) -> Any:
         parts, sizes = split_for(self._model, batch, self._settings.microbatches)
-        if not self._has_checked_labels:  # of the first batch: to count those of each batch would wait for the device
+        if not self._has_checked_labels:  # once: counting the labels of each batch would wait for the device
             self._has_checked_labels = True
             warn_of_ignored_labels(parts, sizes)
         weights: Sequence[float] = sizes
@@ -175,7 +176,7 @@ class TrainingStepPerMicrobatch:
             context = PassContext.capture(self._pipeline.device.type)
         codes = [partial(step, m) for m in range(len(parts))]
         if num_gradient_sets(trainer, self._model, trainer.optimizers) == 1:
-            for optimizer in trainer.optimizers:  # Lightning does so after the pass, when there would be two sets
+            for optimizer in trainer.optimizers:  # Lightning clears them after the pass, when there would be two sets
                 optimizer.zero_grad()
         loss = self._pipeline.interleave(codes, _normalised(weights, sizes), context, scale, shares)
         with context.entered(grad=True):
@@ -199,8 +200,8 @@ def check_automatic_optimization(model: LightningModule, schedule: ScheduleChoic
 def _normalised(weights: Sequence[float], sizes: Sequence[int]) -> list[float]:
     """Return the share of each micro-batch in the loss of the batch.
 
-    Where all weights are zero, the loss is that of one process: not a number, or what the model makes of it. It is then
-    the mean over rows, which keeps either.
+    If all weights are zero, micro-batches are weighted by rows. As in one process, the loss is then NaN if the model
+    returns NaN; otherwise it is the mean of the numbers that the model returns.
     """
     for known in (weights, sizes, [1.0] * len(weights)):
         if total := sum(known):
@@ -211,17 +212,18 @@ def _normalised(weights: Sequence[float], sizes: Sequence[int]) -> list[float]:
 def num_gradient_sets(trainer: Any, model: LightningModule, optimizers: Iterable[Optimizer] = ()) -> int:
     """Return how many sets of gradients a process holds during a pass that runs within ``training_step``.
 
-    Lightning clears the gradients of the last step after ``training_step``, when such a pass has made new ones. If
-    nobody can look at them until then, they are cleared before the pass, and there is one set. There are two
+    Lightning clears the gradients of the last step after ``training_step``, when such a pass has already computed new
+    gradients. If no user code can read the old gradients in between, Relay clears them before the pass, and there is
+    one set. There are two sets
 
-    * where gradients are accumulated, since those of earlier batches stay;
-    * where the model or a callback overrides ``on_before_zero_grad``, or the model ``optimizer_zero_grad``;
-    * where an optimizer has a ``zero_grad`` of its own.
+    * if gradients are accumulated, because the gradients of earlier batches stay;
+    * if the model or a callback overrides ``on_before_zero_grad``, or the model overrides ``optimizer_zero_grad``;
+    * if the class of an optimizer overrides ``zero_grad``.
 
     Args:
         trainer: The Trainer.
         model: The model.
-        optimizers: The optimizers; without them, they count as torch's.
+        optimizers: The optimizers. If they are left out, none is assumed to override ``zero_grad``.
     """
     accumulates = trainer.accumulate_grad_batches > 1 or any(
         isinstance(callback, GradientAccumulationScheduler) and callback.going_to_accumulate_grad_batches()
@@ -232,13 +234,13 @@ def num_gradient_sets(trainer: Any, model: LightningModule, optimizers: Iterable
         (model.optimizer_zero_grad, LightningModule.optimizer_zero_grad),
         *((callback.on_before_zero_grad, Callback.on_before_zero_grad) for callback in trainer.callbacks),
     ]
-    # A hook may be any callable, also one that Lightning's is_overridden does not take.
+    # A hook may be any callable, even one that Lightning's is_overridden does not accept.
     is_seen = any(getattr(hook, "__func__", None) is not original for hook, original in hooks)
     return 1 if not (accumulates or is_seen) and all(map(clears_as_torch_does, optimizers)) else 2
 
 
 def split_for(model: Any, batch: Any, microbatches: int) -> tuple[list[Any], list[int]]:
-    """Return the micro-batches for ``training_step`` of a model, and the number of rows of each.
+    """Return the micro-batches for ``training_step`` of a model, and the number of rows of each micro-batch.
 
     Raises:
         MisconfigurationException: If the batch cannot be split.
@@ -253,7 +255,7 @@ def split_for(model: Any, batch: Any, microbatches: int) -> tuple[list[Any], lis
         raise MisconfigurationException(f"{type(model).__name__}.split_batch returned no micro-batch.")
     try:
         return parts, [split_batch(part, 1)[1][0] for part in parts]
-    except ValueError:  # only the user's code knows the numbers of rows, so all micro-batches weigh the same
+    except ValueError:  # only the user's code knows the numbers of rows, so all weights are equal
         return parts, [1] * len(parts)
 
 
@@ -268,14 +270,14 @@ class _Logged:
 
 @dataclass
 class _Combined:
-    """What is logged under one name for the whole batch.
+    """The combined value that is logged under one name for the whole batch.
 
     Attributes:
         name: The name.
         value: The combined value.
         settings: Other arguments of ``self.log``.
-        metric: The metric, if that is what the model logs; ``value`` is then its value for the batch, or ``None``.
-        weight: Total weight of the values, if ``value`` is their mean by weights other than rows.
+        metric: The metric, if the model logs a metric; ``value`` is then its value for the batch, or ``None``.
+        weight: Total weight of the values, if ``value`` is a mean with weights other than rows.
     """
 
     name: str
@@ -290,7 +292,7 @@ class _Logs:
 
     Args:
         weights: The weight of each micro-batch.
-        loss_weights: What has given the weights, if they are not numbers of rows.
+        loss_weights: The source of the weights, if they are not numbers of rows.
     """
 
     def __init__(self, weights: Sequence[float], loss_weights: LossWeights | None) -> None:
@@ -298,7 +300,7 @@ class _Logs:
         self._logged: dict[str, list[_Logged]] = {}
 
     def collect(self, m: int, name: str, value: Any, settings: dict[str, Any]) -> None:
-        """Keep one value that micro-batch ``m`` has logged."""
+        """Keep a value that micro-batch ``m`` has logged."""
         given = settings.get("batch_size")
         weight = self._weights[m] if given is None else given
         if isinstance(value, Tensor):
@@ -338,10 +340,10 @@ class _Logs:
         return combined
 
     def _weight_replicas(self, means: Sequence[_Combined]) -> None:
-        """Prepare means for ``sync_dist=True``, which takes the plain means of values and batch sizes over replicas.
+        """Prepare means for ``sync_dist=True``, which averages values and batch sizes over replicas without weights.
 
         With weights w of the replicas, values v, and W the mean of w, the plain mean of v * w / W is the weighted mean
-        of v. Over an epoch Lightning weights these values by the batch size W.
+        of v. Over an epoch, Lightning weights these values by the batch size W.
         """
         own = [mean.weight or 0.0 for mean in means]
         averages = self._loss_weights.over_replicas(own) if self._loss_weights is not None else None
@@ -350,7 +352,7 @@ class _Logs:
         for mean, weight, average in zip(means, own, averages, strict=True):
             if average:
                 mean.value = mean.value * (weight / average) if weight else 0.0
-                mean.settings["batch_size"] = average  # no whole number: Lightning would round its mean
+                mean.settings["batch_size"] = average  # not a whole number: Lightning would round its mean
 
 
 def _is_synchronised(combined: _Combined) -> bool:
@@ -358,7 +360,7 @@ def _is_synchronised(combined: _Combined) -> bool:
 
 
 def _mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
-    """Return the weighted mean. A value without weight may be infinite or not a number."""
+    """Return the weighted mean. A value with weight zero may be infinite or NaN."""
     total = sum(weights)
     if not total or len(values) == 1:
         return values[-1]

@@ -1,4 +1,4 @@
-"""Lightning's precision plug-ins: casting, clipping and the gradient scaler reach the gradients of all stages."""
+"""Makes the casting, clipping and gradient scaler of Lightning's precision plug-ins apply to all stages."""
 
 from collections.abc import Iterable, Sequence
 
@@ -12,7 +12,7 @@ from strategies.lightning.run import Preparation, Run
 
 
 class PrecisionOnStages(Feature):
-    """Has the precision plug-in work on all stages."""
+    """Makes the precision plug-in apply to all stages."""
 
     def check(self, prepared: Preparation) -> None:
         """Check that autocast reaches all stages."""
@@ -28,7 +28,7 @@ class PrecisionOnStages(Feature):
 
 
 def check_mixed_precision(precision: Precision, devices: Sequence[torch.device]) -> None:
-    """Check that autocast, which is of one kind of device, reaches all stages.
+    """Check that autocast, which works on one kind of device, reaches all stages.
 
     Raises:
         MisconfigurationException: If stages are on devices of several kinds, under mixed precision.

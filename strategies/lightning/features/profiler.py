@@ -1,8 +1,7 @@
-"""Records a trace of every stage of a pipeline together with that of Lightning's ``PyTorchProfiler``.
+"""Records a trace of every stage of a pipeline whenever Lightning's ``PyTorchProfiler`` records the driver.
 
-Lightning's profiler records the driver. Whenever it records, each worker records as well, and its trace is written to
-``NAME.stage-I.TIME.pt.trace.json`` next to the driver's ``NAME.TIME.pt.trace.json``. All traces use absolute times of
-the hosts' clocks, so a viewer shows them aligned.
+The trace of each worker is written to ``NAME.stage-I.TIME.pt.trace.json`` next to the driver's
+``NAME.TIME.pt.trace.json``. All traces use absolute times of the hosts' clocks, so a viewer shows them aligned.
 """
 
 import time
@@ -35,7 +34,7 @@ class ProfilerOnStages(Feature):
     """Records all stages if the Trainer has a ``PyTorchProfiler``."""
 
     def prepare(self, prepared: Preparation) -> Iterable[Undo]:
-        """Remove the labels of modules; :class:`ProfiledStages` says why."""
+        """Remove the labels of modules; :class:`ProfiledStages` explains why."""
         if prepared.is_profiled:
             labels = ModuleLabels(cast(Any, prepared.trainer).profiler, prepared.model)
             labels.remove()
@@ -50,9 +49,9 @@ class ProfilerOnStages(Feature):
 class ProfiledStages:
     """Records the stages of a pipeline whenever the Trainer's profiler records.
 
-    Lightning labels every module by hooks that refer to the whole model, which can neither be copied nor sent to
-    another process. So these labels are removed before layers are measured and sent. The driver's modules are labelled
-    again here, and each stage labels its layers itself.
+    Lightning labels every module with hooks that refer to the whole model, so a labelled module can neither be copied
+    nor sent to another process. These labels are therefore removed before layers are measured and sent. This class
+    labels the driver's modules again, and each stage labels its layers.
 
     Args:
         profiler: The Trainer's profiler.
@@ -72,7 +71,7 @@ class ProfiledStages:
                 self._start()
 
     def end(self) -> None:
-        """Write what is being recorded and stop to follow the profiler; called while the workers still run."""
+        """Write the current recording and stop following the profiler; called while the workers still run."""
         for undo in self._undo:
             undo()
         self._save()

@@ -1,4 +1,4 @@
-"""Lost workers are replaced, and steps verified, from snapshots and the driver's log; see ``docs/lost_workers.md``."""
+"""Replaces lost workers and verifies steps, from snapshots and the driver's log; see ``docs/lost_workers.md``."""
 
 from collections.abc import Callable, Sequence
 
@@ -31,7 +31,7 @@ class LostWorkers(Feature):
 
     @classmethod
     def of(cls, options: Options) -> "LostWorkers | None":
-        """Return the feature if lost workers are replaced or steps verified."""
+        """Return the feature if the options ask for replacing lost workers or verifying steps."""
         settings = checked_recovery(options.max_restarts, options.snapshot_every_n_steps, options.verify_every_n_steps)
         return None if settings is None else cls(settings)
 
@@ -57,7 +57,7 @@ class LostWorkers(Feature):
             )
 
     def arguments(self, prepared: Preparation, optimizers: Sequence[Optimizer]) -> PipelineArguments:
-        """Return the settings of recovery, and where the drivers of all replicas agree on repairs."""
+        """Return the settings of recovery, and the store through which the drivers of all replicas agree on repairs."""
         if prepared.num_stages == 1:
             return {}
         together = _rounds(prepared) if prepared.ranks.is_distributed else None
@@ -69,7 +69,7 @@ class LostWorkers(Feature):
 
 
 def _rounds(prepared: Preparation) -> Callable[[], Rounds]:
-    """Return a function that connects to what the drivers of all replicas agree on when they repair a lost worker.
+    """Return a function that connects to the store through which the drivers of all replicas agree on repairs.
 
     Raises:
         ValueError: If the default process group has no TCP store.
@@ -113,7 +113,7 @@ def check_repairs(*, devices: Sequence[torch.device], num_hosts: int) -> None:
         num_hosts: Number of hosts with stages.
 
     Raises:
-        MisconfigurationException: If they cannot.
+        MisconfigurationException: If they cannot be repaired or verified.
     """
     try:
         check_snapshots(devices=devices, num_hosts=num_hosts)

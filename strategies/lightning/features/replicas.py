@@ -1,6 +1,6 @@
 """Several replicas of a pipeline: each stage averages its gradients with the same stage of the other replicas.
 
-The replicas of a stage may divide its optimizer states and steps among them (ZeRO stage 1).
+The replicas of a stage may divide its optimizer states and steps among themselves (ZeRO stage 1).
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ from strategies.optim.trial import check_divisible
 
 
 class AveragedReplicas(Feature):
-    """Connects the stages of all replicas, and averages after each backward pass.
+    """Connects the stages of all replicas, and averages gradients after each backward pass.
 
     Args:
         divides_states: Whether the replicas of a stage divide its optimizer states.
@@ -35,7 +35,7 @@ class AveragedReplicas(Feature):
         return cls(options.shard_optimizer_states) if options.data_parallel_size > 1 else None
 
     def arguments(self, prepared: Preparation, optimizers: Sequence[Optimizer]) -> PipelineArguments:
-        """Return where the replicas meet. Collective: every replica calls this."""
+        """Return the description of the replicas. Collective: every replica calls this."""
         divides = self._divides_states and prepared.is_fitting
         if self._divides_states:
             with as_misconfiguration():
@@ -44,7 +44,7 @@ class AveragedReplicas(Feature):
         return {"replicas": prepared.ranks.replicas(prepared.settings.patience_seconds, divide_states=divides)}
 
     def memory(self, prepared: Preparation, optimizers: Sequence[Optimizer]) -> MemoryArguments:
-        """Return among how many replicas optimizer states are divided."""
+        """Return the number of replicas that divide the optimizer states."""
         return {"num_shares": prepared.ranks.world_size if self._divides_states else 1}
 
     def begin(self, run: Run) -> Iterable[Undo]:

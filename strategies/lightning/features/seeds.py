@@ -1,4 +1,4 @@
-"""The random numbers of layers go on over several runs of a strategy, and from a checkpoint."""
+"""Continues the random numbers of layers over several runs of a strategy, and from a checkpoint."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,11 +22,11 @@ class LayerSeeds(Feature):
         return {"seeds": self._seeds}
 
     def state(self) -> dict[str, Any]:
-        """Return the position, so that training that goes on draws what would have come next."""
+        """Return the position in the random numbers, so that resumed training draws what would have come next."""
         return {} if self._seeds is None else {"seeds": self._seeds.state_dict()}
 
     def load_state(self, state: Mapping[str, Any], *, is_running: bool) -> None:
-        """Go on from the position of a checkpoint."""
+        """Continue from the position of a checkpoint."""
         if (found := state.get("seeds")) is not None:
             self._seeds = self._seeds or Seeds(0)
             self._seeds.load_state_dict(found)

@@ -1,11 +1,12 @@
-"""Lightning's summary of the whole model, with a column that tells on which stage each layer is.
+"""Lightning's summary of the whole model, with a column that shows the stage of each layer.
 
 Names, types, parameter counts and modes come from the driver's modules. Input and output sizes and FLOPs need a forward
-pass of ``example_input_array``, of which the driver would only see the last stage. That pass therefore runs on the
-``meta`` device, layer by layer in this process: tensors have shapes but no values, so it needs no memory, no time and
-no worker. Some models cannot run there, because they read values or because a layer holds tensors that are neither
-parameters nor buffers. A warning then says so, and the summary shows ``?`` for sizes and 0 for FLOPs, as Lightning does
-for a model without an example. A logger that traces the model (``log_graph=True``) is refused.
+pass of ``example_input_array``, but the driver would see only the last stage of it. The pass therefore runs on the
+``meta`` device, layer by layer in this process. Tensors there have shapes but no values, so the pass needs no worker,
+no memory for values and hardly any time. Some models cannot run there, because they read values or because a layer
+holds tensors that are neither parameters nor buffers. A warning then says so, and the summary shows ``?`` for sizes and
+0 for FLOPs, as Lightning does for a model without an example. A logger that traces the model (``log_graph=True``) is
+refused.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -37,7 +38,7 @@ from strategies.lightning.run import Preparation, Run
 
 
 class SummaryOfStages(Feature):
-    """Shows which layer is on which stage."""
+    """Shows the stage of each layer in the model summary."""
 
     def check(self, prepared: Preparation) -> None:
         """Check that no logger traces the model."""
@@ -45,15 +46,15 @@ class SummaryOfStages(Feature):
             check_loggers(prepared.trainer)
 
     def begin(self, run: Run) -> Iterable[Undo]:
-        """Have summary callbacks show the stage of each layer."""
+        """Make summary callbacks show the stage of each layer."""
         return show_stages(run.trainer, run.pipeline.module, run.pipeline.stages)
 
 
 def check_loggers(trainer: Any) -> None:
-    """Check that no logger traces the model, because a trace would contain the driver's stage only.
+    """Check that no logger traces the model, because a trace would contain only the driver's stage.
 
     Raises:
-        MisconfigurationException: If a logger does.
+        MisconfigurationException: If a logger traces the model.
     """
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger) and logs_graph(logger):
@@ -67,8 +68,8 @@ def show_stages(trainer: Any, module: nn.Module, stages: Sequence[nn.Sequential]
     """Make the summary callbacks of a Trainer show the stage of each layer.
 
     Args:
-        trainer: The Trainer. Its ``ModelSummary`` callbacks change, including ``RichModelSummary``, except those whose
-            class makes the summary in a way of its own.
+        trainer: The Trainer. Its ``ModelSummary`` callbacks change, including ``RichModelSummary``, except callbacks
+            whose class overrides how the summary is made.
         module: The pipelined part of the model.
         stages: The parts of ``module``.
 
@@ -90,12 +91,12 @@ class StageSummary(Summary):
     """Lightning's summary with a column ``Where``.
 
     A cell says ``stage 0``, or ``stages 0-2`` for a module that spans several stages, or ``driver`` for a module
-    outside the pipelined part; the driver is the process of the last stage. Each cell names what it shows because
-    ``RichModelSummary`` prints no heading for a column that it does not know.
+    outside the pipelined part. The driver is the process of the last stage. Each cell contains the word ``stage`` or
+    ``driver``, because ``RichModelSummary`` prints no heading for a column that it does not know.
 
     Args:
         model: The whole model.
-        max_depth: Down to which depth modules are listed; -1 lists all of them.
+        max_depth: The depth down to which modules are listed; -1 lists all modules.
         module: The pipelined part of ``model``.
         stages: The parts of ``module``.
     """
@@ -116,7 +117,7 @@ class StageSummary(Summary):
         return [*columns, ("Where", [self._place(modules.get(name)) for name in dict(columns)["Name"]])]
 
     def _place(self, layer: nn.Module | None) -> str:
-        """Return the cell of a module; ``None`` stands for the parameters of the model itself."""
+        """Return the cell of a module; ``None`` stands for parameters that belong to the model directly."""
         if layer is None:
             return "driver"
         if layer in self._stages:
@@ -158,7 +159,7 @@ def _cell_of(stages: set[int]) -> str:
 
 @contextmanager
 def _in_one_process(model: nn.Module, module: nn.Module) -> Iterator[None]:
-    """Within this, the model is in evaluation mode, and ``module`` calls its layers in this process."""
+    """Context in which the model is in evaluation mode, and ``module`` calls its layers in this process."""
     modes = {part: part.training for part in model.modules()}
     pipelined = vars(module).pop("forward", None)
     intercepted = [(part, vars(part).pop(CALL_ATTRIBUTE)) for part in module.children() if CALL_ATTRIBUTE in vars(part)]

@@ -1,8 +1,8 @@
-"""Launchers that a Trainer delegates to: starting ranks and replicas, and connecting them.
+"""The launchers of the Trainer: they start ranks and replicas, and connect them.
 
-``script_launcher`` starts the other ranks of this host and ``rank_launcher`` uses those of torchrun or SLURM;
-``replicas`` makes a rank of each pipeline, ``loopback`` connects ranks on one host, ``environment`` checks what has
-started the ranks, and ``phases`` records what a rank does. In: calls of the Trainer's launcher and cluster environment.
-Out: processes and process groups of the room ``strategies.launch``. May import ``compat`` of the room above, and what
-that room may import.
+``script_launcher`` starts the other ranks of this host, and ``rank_launcher`` uses the ranks of torchrun or SLURM.
+``replicas`` makes each pipeline one rank for Lightning, and ``loopback`` connects ranks on one host. ``environment``
+checks the launcher that started the ranks, and ``phases`` records what a rank does. In: calls of the Trainer's launcher
+and cluster environment. Out: processes and process groups of the room ``strategies.launch``. May import ``compat`` of
+the room above, and what the room above may import.
 """

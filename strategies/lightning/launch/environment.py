@@ -1,4 +1,4 @@
-"""What started the processes of a run, and whether their number and their order fit the Trainer's arguments."""
+"""Checks which launcher started the processes of a run, and that their number and order fit the Trainer's arguments."""
 
 from collections.abc import Sequence
 
@@ -18,13 +18,13 @@ def check_launch(environment: ClusterEnvironment, num_devices: int, num_nodes: i
     """Check that the number of processes agrees with the Trainer's arguments.
 
     Args:
-        environment: Tells whether processes have been started from outside, and how many.
+        environment: Knows whether a launcher has started processes, and how many.
         num_devices: Number of devices of each host.
         num_nodes: Number of hosts.
         num_replicas: Number of pipelines among which the devices are divided.
 
     Raises:
-        MisconfigurationException: If it does not, or if the devices cannot be divided evenly.
+        MisconfigurationException: If the number does not agree, or if the devices cannot be divided evenly.
     """
     number = num_devices * num_nodes
     if is_external(environment):
@@ -58,10 +58,10 @@ def check_launch(environment: ClusterEnvironment, num_devices: int, num_nodes: i
 def check_visible_gpus(environment: ClusterEnvironment, devices: Sequence[torch.device], num_nodes: int) -> None:
     """Check that a rank that a launcher has started sees all GPUs of its host.
 
-    The first rank of a host has its first device, the second rank the second one, and so on.
+    The first rank of a host uses the first device, the second rank uses the second device, and so on.
 
     Args:
-        environment: Tells how many processes have been started.
+        environment: Knows how many processes have been started.
         devices: The devices of this host.
         num_nodes: Number of hosts.
 
@@ -77,14 +77,14 @@ def check_visible_gpus(environment: ClusterEnvironment, devices: Sequence[torch.
 
 
 def check_numbering(environment: ClusterEnvironment, num_local: int) -> None:
-    """Check that a launcher has numbered the ranks host by host, which tells the stages of a host and their devices.
+    """Check that a launcher has numbered the ranks host by host, which determines the stages of a host.
 
     Args:
-        environment: Tells the number of this rank in all, and on its host.
+        environment: Knows the global and the local rank of this process.
         num_local: Number of ranks of each host.
 
     Raises:
-        MisconfigurationException: If the ranks are numbered in another way, such as in turn on each host.
+        MisconfigurationException: If the ranks are numbered in another way, such as round-robin over the hosts.
     """
     rank, local_rank = environment.global_rank(), environment.local_rank()
     if local_rank != rank % num_local:
@@ -97,9 +97,9 @@ def check_numbering(environment: ClusterEnvironment, num_local: int) -> None:
 
 
 def explained_gpus(error: MisconfigurationException, num_nodes: int) -> MisconfigurationException:
-    """Return the error of a Trainer that asks for more GPUs than its process sees, with the way out under a launcher.
+    """Return the error of a Trainer that asks for more GPUs than its process sees, with advice if a launcher is used.
 
-    Under SLURM, Lightning refuses such devices before it asks the strategy.
+    Under SLURM, Lightning refuses such devices before it calls the strategy.
     """
     if GPUS_MISSING not in str(error):
         return error
@@ -121,13 +121,13 @@ def _visible_gpus(num_visible: int, num_local: int) -> str:
 
 
 def is_external(environment: ClusterEnvironment) -> bool:
-    """Return whether several processes have been started from outside, for instance by torchrun."""
+    """Return whether a launcher such as torchrun has started several processes."""
     ours = _is_ours(environment)
     return not ours and environment.creates_processes_externally and environment.world_size() > 1
 
 
 def _is_ours(environment: ClusterEnvironment) -> bool:
-    """Return whether Lightning starts the processes; a process that it has started looks external otherwise."""
+    """Return whether Lightning starts the processes; otherwise, a process that it started would look external."""
     return isinstance(environment, LightningEnvironment) and not _counts_ranks_itself(environment)
 
 
@@ -138,13 +138,13 @@ def _counts_ranks_itself(environment: ClusterEnvironment) -> bool:
 
 
 def check_environment(environment: ClusterEnvironment) -> None:
-    """Check that the ranks of a pipeline may become workers, where something other than Lightning has started them.
+    """Check that the ranks of a pipeline may become workers, if something other than Lightning has started them.
 
     Args:
-        environment: Tells who has started the ranks.
+        environment: Knows what has started the ranks.
 
     Raises:
-        MisconfigurationException: If it is a variant of Lightning's environment that knows of several ranks.
+        MisconfigurationException: If it is a variant of Lightning's environment that counts several ranks.
     """
     if _counts_ranks_itself(environment) and (number := environment.world_size()) > 1:
         name = f"{type(environment).__module__}.{type(environment).__qualname__}"

@@ -1,10 +1,10 @@
-"""The process group of ranks that Lightning starts on this host: it listens on the loopback interface only.
+"""The process group of the ranks that Lightning starts on this host. It listens on the loopback interface only.
 
     rank 0     binds 127.0.0.1:PORT, starts the other ranks, keeps the store at that port ──▶ process group
     rank > 0   watches whether its parent, rank 0, is there; connects to the store ──────────▶ process group
 
-torch's own store listens on all interfaces. The port is held from the moment at which the system gives it, so two runs
-that start at once cannot get the same one.
+torch's own store listens on all interfaces. Rank 0 holds the port from the moment the system assigns it, so two runs
+that start at the same time cannot get the same port.
 """
 
 import atexit
@@ -32,16 +32,16 @@ from strategies.lightning.compat import (
 )
 
 PARENT = "RELAY_RANK_0"
-"""The variable that tells the other ranks the process id of rank 0, from their start; rank 0 has it during a fit."""
+"""The environment variable with the process id of rank 0. The other ranks inherit it; rank 0 sets it during a fit."""
 
 _LOOK_SECONDS = 0.5
 
 _stores: WeakKeyDictionary[dist.ProcessGroup, dist.Store] = WeakKeyDictionary()
-"""Kept, port and all, for as long as the process group is there, which knows only the C++ half of a store."""
+"""The stores, and so their ports, of live process groups. A process group refers only to the C++ half of a store."""
 
 
 class LoopbackEnvironment(LightningEnvironment):
-    """Lightning's environment of one host; its port is chosen by binding it."""
+    """Lightning's environment for one host, which chooses its port by binding it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,11 +64,11 @@ class LoopbackEnvironment(LightningEnvironment):
         return super().main_port
 
     def store(self, timeout: timedelta) -> dist.TCPStore:
-        """The store of the run; on rank 0 it takes over the port."""
+        """Return the store of the run; on rank 0 it takes over the port."""
         port, keeps = self.main_port, self._listener is not None
         descriptor = self._listener.detach() if self._listener is not None else None
         self._listener = None
-        # The store does not wait for the other ranks: its wait in C++ could not be interrupted.
+        # The store does not wait for the other ranks, because Python could not interrupt its wait in C++.
         return dist.TCPStore(
             LOOPBACK,
             port,
@@ -79,26 +79,26 @@ class LoopbackEnvironment(LightningEnvironment):
         )
 
     def connected(self) -> None:
-        """Stop this watch; from now on ``Rank0Watch`` ends this rank when rank 0 ends."""
+        """Stop watching the parent process; from now on ``Rank0Watch`` ends this rank when rank 0 ends."""
         self._connected.set()
 
     def teardown(self) -> None:
-        """Leaves the variables of the process as they were; ranks that have not connected may do so in the next run."""
+        """Restore the environment variables; ranks that have not connected may connect in the next run."""
         if self.local_rank() == 0:
-            os.environ.pop(PARENT, None)  # the other ranks were started with it
+            os.environ.pop(PARENT, None)  # the other ranks have inherited it
         if self._listener is not None:
             self.renew()
         super().teardown()
 
     def renew(self) -> None:
-        """The next run listens on another port."""
+        """Make the next run listen on a new port."""
         if self._listener is not None:
             self._listener.close()
         self._listener, self._main_port = None, -1
 
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in vars(self).items() if name not in ("_listener", "_connected")}
-        return state if self._listener is None else {**state, "_main_port": -1}  # the copy finds a port of its own
+        return state if self._listener is None else {**state, "_main_port": -1}  # the copy finds a new port
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _listener=None, _connected=threading.Event())
@@ -111,7 +111,7 @@ class LoopbackEnvironment(LightningEnvironment):
 
 
 def on_loopback(environment: ClusterEnvironment | None, num_nodes: int, start_method: str) -> ClusterEnvironment | None:
-    """The environment to use instead of the given one, which is Lightning's for ranks that it starts on this host."""
+    """Return a loopback environment in place of Lightning's for ranks on this host; return any other unchanged."""
     ours = type(environment) is LightningEnvironment and num_nodes == 1 and start_method == "popen"
     if not ours or environment is None or environment.main_address not in (LOOPBACK, "localhost"):
         return environment
@@ -122,14 +122,14 @@ def on_loopback(environment: ClusterEnvironment | None, num_nodes: int, start_me
 
 
 def connect(strategy: ParallelStrategy, timeout: timedelta) -> ExitStack:
-    """Starts the process group, ahead of Lightning, which leaves alone what is there.
+    """Start the process group before Lightning does, which then uses the existing group.
 
     Args:
-        strategy: Its environment is a :class:`LoopbackEnvironment`.
-        timeout: That of the group.
+        strategy: The strategy, whose environment is a :class:`LoopbackEnvironment`.
+        timeout: The time-out of the group.
 
     Returns:
-        What ends the run: until it is closed, groups that are made later listen on the loopback interface, too.
+        A context to close when the run ends. Until then, new groups also listen on the loopback interface only.
     """
     _, name = interface_to(LOOPBACK)
     wanted = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
@@ -149,7 +149,7 @@ def connect(strategy: ParallelStrategy, timeout: timedelta) -> ExitStack:
         store.wait([f"arrived/{rank}" for rank in range(size)])
         dist.init_process_group(
             backend,
-            store=store if backend == "gloo" else plain,  # NCCL asks for more than a store in Python has
+            store=store if backend == "gloo" else plain,  # NCCL needs more methods than a store in Python has
             rank=strategy.global_rank,
             world_size=size,
             timeout=timeout,

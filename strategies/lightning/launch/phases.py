@@ -1,4 +1,4 @@
-"""The phase of training that a rank is in, for the error message of rank 0 if that rank is killed."""
+"""Notes the phase of training of each rank, for the error message of rank 0 if a rank is killed."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,7 +23,7 @@ _PHASES = {
 
 @contextmanager
 def noting_phases(strategy: Strategy, note: Note) -> Iterator[None]:
-    """Writes to ``note`` which phase begins, whenever Lightning calls the strategy."""
+    """Write to ``note`` which phase begins, whenever Lightning calls the strategy."""
 
     def begin(what: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         note.write(f"in {what}")

@@ -1,4 +1,4 @@
-"""The launcher of the Trainer where torchrun, SLURM or a similar launcher has started the processes."""
+"""The launcher of the Trainer if torchrun, SLURM or a similar launcher has started the processes."""
 
 import atexit
 from collections.abc import Callable
@@ -14,8 +14,8 @@ class RanksLauncher(Launcher):
     """Runs the Trainer's loop on drivers. The other ranks become workers and do not return to the script.
 
     Args:
-        world: This rank and the others.
-        replace_workers: Whether ranks start another worker for one that has been killed.
+        world: All ranks, and the number of this rank.
+        replace_workers: Whether ranks start a new worker in place of a killed worker.
     """
 
     def __init__(self, world: World, *, replace_workers: bool = False) -> None:
@@ -24,14 +24,14 @@ class RanksLauncher(Launcher):
 
     @property
     def is_interactive_compatible(self) -> bool:
-        """Whether it works in a notebook: no, because several processes run the script."""
+        """Whether the launcher works in a notebook. It does not, because several processes run the script."""
         return False
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        """Calls the function on a driver. On another rank, serves the driver and does not return.
+        """Call the function on a driver. On any other rank, serve the driver and do not return.
 
         Raises:
-            MisconfigurationException: If an earlier Trainer has divided the ranks into another number of stages.
+            MisconfigurationException: If an earlier Trainer has divided the ranks into a different number of stages.
         """
         if not self._world.is_driver:
             become_worker(self._world, replace=self._replace_workers)
@@ -48,4 +48,4 @@ class RanksLauncher(Launcher):
         return function(*args, **kwargs)
 
     def kill(self, signum: Any) -> None:
-        """Does nothing: the launcher that has started the processes ends them."""
+        """Do nothing: the launcher that has started the processes ends them."""

@@ -1,4 +1,4 @@
-"""A strategy whose ranks are replicas. A replica has several devices and is one rank for Lightning."""
+"""A strategy whose ranks are replicas. A replica uses several devices and is one rank for Lightning."""
 
 from pathlib import Path
 from shutil import rmtree
@@ -42,17 +42,17 @@ class ReplicatedStrategy(ParallelStrategy):
     Args:
         num_replicas: Number of replicas.
         arguments: Arguments of ``ParallelStrategy``.
-        replaces_workers: Whether ranks of torchrun or SLURM start another worker for one that has been killed.
+        replaces_workers: Whether ranks of torchrun or SLURM start a new worker in place of a killed worker.
     """
 
-    averages_gradients: bool  # as of StrategyPlugin
+    averages_gradients: bool  # as in StrategyPlugin
 
     def __init__(self, num_replicas: int, *arguments: Any, replaces_workers: bool = False) -> None:
         super().__init__(*arguments)
         self._num_replicas, self._replaces_workers = num_replicas, replaces_workers
         self._rendezvous_directory: str | None = None
         self.rendezvous = ""
-        """Where the replicas meet in this run, the same URL in all of them."""
+        """The URL at which the replicas connect in this run, the same in all replicas."""
         self.num_nodes = 1  # the Trainer sets the value that the user gave
         self.world: World | None = None
 
@@ -92,7 +92,8 @@ class ReplicatedStrategy(ParallelStrategy):
     def devices(self) -> list[torch.device]:
         """The devices of this replica, one per stage; the last one belongs to this process.
 
-        The driver has the first device of its replica, as users of Lightning expect; stages on workers have the others.
+        The driver uses the first device of its replica, as users of Lightning expect. Workers use the remaining
+        devices.
         """
         assert self.parallel_devices is not None
         local, number = self.parallel_devices, len(self.parallel_devices) * self.num_nodes // self._num_replicas
@@ -131,7 +132,7 @@ class ReplicatedStrategy(ParallelStrategy):
             self._launcher = SubprocessScriptLauncher(environment, self._num_replicas, self.num_nodes)
 
     def set_world_ranks(self) -> None:
-        """Sets the rank of this replica. Lightning calls this when the Trainer is built."""
+        """Set the rank of this replica. Lightning calls this when the Trainer is built."""
         environment = self.cluster_environment
         if not self.is_distributed or environment is None:
             return
@@ -143,7 +144,7 @@ class ReplicatedStrategy(ParallelStrategy):
         cast(Any, rank_zero_only).rank = self.global_rank
 
     def setup_environment(self) -> None:
-        """Connects the replicas."""
+        """Connect the replicas."""
         self.set_world_ranks()
         super().setup_environment()
         if not self.is_distributed:
@@ -160,20 +161,20 @@ class ReplicatedStrategy(ParallelStrategy):
             init_dist_connection(self.cluster_environment, "gloo", self.global_rank, self._num_replicas)
 
     def replicas(self, timeout_seconds: float, *, divide_states: bool) -> Replicas | None:
-        """Returns the description of the other replicas for the stages. Collective: every replica calls this."""
+        """Return the description of the replicas for the stages. Collective: every replica calls this."""
         if not self.is_distributed:
             return None
         if self.world is not None:
             self.rendezvous, address = self.broadcast(self.world.rendezvous()), self.world.address
         else:
-            # Kept before the others know it: if one of them has failed, there is no broadcast, but a directory.
+            # Stored before the broadcast, which raises if another replica has failed: teardown removes the directory.
             self._rendezvous_directory = mkdtemp(prefix="relay-") if self.is_global_zero else None
             self._rendezvous_directory = self.broadcast(self._rendezvous_directory)
             self.rendezvous, address = f"file://{self._rendezvous_directory}", LOOPBACK
         return Replicas(self.global_rank, self.world_size, self.rendezvous, timeout_seconds, address, divide_states)
 
     def stages_on_host(self) -> list[int]:
-        """Returns the number of the stage of each process on this host: of all replicas, drivers included."""
+        """Return the stage number of each process on this host, for all replicas, including the drivers."""
         if self.world is None:
             return [*range(len(self.devices))] * self._num_replicas
         num_stages, num_local = self.world.num_stages, self.world.num_local
@@ -181,12 +182,12 @@ class ReplicatedStrategy(ParallelStrategy):
         return [(rank - 1) % num_stages for rank in range(first, first + num_local)]
 
     def barrier(self, name: str | None = None) -> None:
-        """Waits for all replicas."""
+        """Wait for all replicas."""
         if distributed_is_initialized() and self.is_distributed:
             torch.distributed.barrier()
 
     def broadcast(self, obj: _Value, src: int = 0) -> _Value:
-        """Returns the object that replica ``src`` has passed."""
+        """Return the object that replica ``src`` has passed."""
         if not (distributed_is_initialized() and self.is_distributed):
             return obj
         objects = [obj]
@@ -194,13 +195,13 @@ class ReplicatedStrategy(ParallelStrategy):
         return objects[0]
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Returns the mean or the sum of a tensor over the replicas. Other objects are returned unchanged."""
+        """Return the mean or the sum of a tensor over the replicas. Objects that are not tensors stay unchanged."""
         if isinstance(tensor, torch.Tensor) and self.is_distributed:
             return sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
         return tensor
 
     def teardown(self) -> None:
-        """Removes the rendezvous of the replicas. The process group stays for the next ``fit`` or ``test``."""
+        """Remove the rendezvous of the replicas. The process group stays for the next ``fit`` or ``test``."""
         if self._rendezvous_directory is not None and self.is_global_zero:
             rmtree(Path(self._rendezvous_directory), ignore_errors=True)
         self._rendezvous_directory = None

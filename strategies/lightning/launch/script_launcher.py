@@ -1,4 +1,4 @@
-"""Starts the other ranks of this host as Lightning does, by running the script once more; reports those that fail."""
+"""Starts the other ranks of this host by running the script again, as Lightning does, and reports ranks that fail."""
 
 import os
 from collections.abc import Callable
@@ -21,25 +21,25 @@ from strategies.lightning.launch.loopback import PARENT, LoopbackEnvironment
 from strategies.lightning.launch.phases import noting_phases
 
 _NOTES = "RELAY_NOTES"
-"""Tells the other ranks where each rank notes what it does."""
+"""The environment variable with the places where each rank notes what it does."""
 
 _SET_BY_A_LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", PARENT)
 
 
 class ScriptLauncher(SubprocessScriptLauncher):
-    """Lightning's, but a rank that fails ends in one error on rank 0, which can go on and train again.
+    """Lightning's launcher, except that a failed rank causes one error on rank 0, which can then train again.
 
     The ranks of a new launch run the script from its start and meet rank 0 in their first ``fit``.
     """
 
     role: ClassVar[RankMonitor | MonitoredRank | None] = None
-    """Of the whole process, as the process group is: Trainers come and go."""
+    """The role of the whole process, which outlives a Trainer, as the process group does."""
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        """Starts the other ranks, unless they are there, and calls the function.
+        """Start the other ranks, unless they are running, and call the function.
 
         Raises:
-            RuntimeError: If a rank has failed, with how and in what.
+            RuntimeError: If a rank has failed. The message says how, and during which phase.
         """
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if isinstance(monitor := self.role, RankMonitor) and monitor.has_ended:
@@ -53,7 +53,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
             noted_at = os.environ[_NOTES].split(os.pathsep)
             try:
                 ScriptLauncher.role = MonitoredRank(noted_at[rank], noted_at[0])
-            except FileNotFoundError as error:  # a file of the process of rank 0
+            except FileNotFoundError as error:  # rank 0 has ended and removed its file
                 raise RuntimeError(f"rank {rank}: rank 0 is gone, so this process ends as well") from error
         set_num_threads_if_needed(num_processes=self.num_processes)
         role = self.role
@@ -67,7 +67,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
             return function(*args, **kwargs)
 
     def watched(self, store: dist.TCPStore, timeout_seconds: float) -> dist.Store:
-        """A store for the process group that waits for no rank that has failed."""
+        """Return a store for the process group whose waits end when a rank has failed."""
         role = self.role
         return InterruptibleTCPStore(store, role.check, timeout_seconds) if isinstance(role, RankMonitor) else store
 
@@ -85,20 +85,20 @@ class ScriptLauncher(SubprocessScriptLauncher):
         try:
             with monitor.call():
                 return function(*args, **kwargs)
-        except (KeyboardInterrupt, SystemExit):  # the other ranks have got the signal, too, and Lightning ends them
+        except (KeyboardInterrupt, SystemExit):  # the other ranks got the signal too, and Lightning ends them
             monitor.excuse()
             raise
         except BaseException as error:
             if (why := monitor.why(error)) is None:
                 monitor.excuse()
-                if is_lost_connection(error):  # the processes live, and their process group is broken
+                if is_lost_connection(error):  # the processes live, but their process group is broken
                     raised = "".join(f" {each}." for each in monitor.raised())
                     self._dismiss(monitor)
                     raise RuntimeError(
                         f"The ranks have lost a connection between them, although the process of each of them runs: "
                         f"{error}.{raised} Rank 0 has ended the others, and starts them again in its next call."
                     ) from error
-                if not monitor.have_left():  # and never will, without this one
+                if not monitor.have_left():  # and never will leave the call, without rank 0
                     self._dismiss(monitor)
                 raise
             self._dismiss(monitor)
@@ -117,6 +117,6 @@ def in_place_of(launcher: Launcher | None) -> Launcher | None:
 
 
 def mark_entered(launcher: Launcher | None) -> None:
-    """All ranks are in the same call of the Trainer."""
+    """Note that all ranks are in the same call of the Trainer."""
     if isinstance(launcher, ScriptLauncher) and launcher.role is not None:
         launcher.role.mark_entered()

@@ -1,9 +1,9 @@
 """The driver's end of the control plane: commands to stages, their failures, and stages that hang.
 
 In: calls of commands by the rooms above. Out: their results, or the first failure of any process. ``commands`` declares
-what a stage can be told, ``client`` sends it (``send``: no result, over the link of the stage; ``ask``: with a result,
-by RPC; ``beside``: out of band, while commands run) and collects what goes wrong, ``watch`` finds stages that hang,
-``clocks`` compares their clocks with the driver's. ``operations`` describes operations on the tensors of a stage,
-``parts`` and ``shelf`` the parts of its state that it sets aside for the driver. May import ``common``, ``commands``,
-``launch``, ``strategies.optim`` and the rooms from ``stage`` down.
+the commands of a stage. ``client`` sends them (``send``: no result, over the link of the stage; ``ask``: with a result,
+by RPC; ``beside``: out of band, while commands run) and collects failures. ``watch`` finds stages that hang, and
+``clocks`` compares the clocks of the stages with the driver's. ``operations`` describes operations on the tensors of a
+stage. ``parts`` and ``shelf`` describe the parts of its state that a stage sets aside for the driver. May import
+``common``, ``commands``, ``launch``, ``strategies.optim`` and the rooms from ``stage`` down.
 """

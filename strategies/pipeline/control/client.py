@@ -1,7 +1,7 @@
-"""The driver's calls to stages, and what ends its waits: the reply, the message, or a failure of any process.
+"""The driver's calls to stages, and what ends its waits: a reply, a message, or a failure of any process.
 
 RemoteStage          sends commands to a stage ──▶ Answer
-                              │ what fails
+                              │ failures
 other threads ── add ──▶ Failures ──▶ ends Answer.wait and InterruptibleWait at once, with the cause
 """
 
@@ -36,22 +36,22 @@ StageCommand = Callable[Concatenate[StageCommands, P], R]
 _DECLARATIONS = declarations_of(StageCommands)
 
 _MESSAGE_BYTES = 512
-"""Orders take a multiple of this size, so that few have different layouts."""
+"""Orders are padded to a multiple of this size, so that they have few different layouts."""
 
 _MOST_UNDER_WAY = 32
-"""How many orders may be under way to a stage."""
+"""The maximum number of orders under way to a stage."""
 
 _END_SECONDS = 1.0
-"""How long to wait until a stage has seen the end of its orders."""
+"""The time to wait until a stage has seen the end of its orders."""
 
 _DIAGNOSIS_SECONDS = 2.0
-"""How long to wait for the cause of a failure that is only the consequence of another one."""
+"""The time to wait for the cause of a failure that is only the consequence of another failure."""
 
 _NUM_QUESTIONS = 3
-"""How often to ask how a process has ended; each takes up to half a second, all of them less than the time above."""
+"""The number of times to ask how a process has ended. Each takes up to half a second, all less than the time above."""
 
 _RPC_TRANSPORT = "originated at tensorpipe/"
-"""Part of each error of a connection of RPC."""
+"""A part of the message of each connection error of RPC."""
 
 
 class Failures:
@@ -59,7 +59,7 @@ class Failures:
 
     A failure is a *consequence* if it results from the failure of another process, such as a closed connection.
 
-    If lost workers are replaced, another session with another object of this class follows. The object of an earlier
+    If lost workers are replaced, a new session with a new object of this class follows. The object of an earlier
     session then reports and raises the failures of the present session.
     """
 
@@ -72,7 +72,10 @@ class Failures:
         self._raised = False
         self.repair: Future[Failures | None] | None = None
         """Gets the failures of the next session when the lost workers have been replaced, or ``None`` when the failures
-        are raised. If the attribute is ``None``, nothing replaces workers, and all failures are raised."""
+        are raised.
+
+        If the attribute is ``None``, nothing replaces workers, and all failures are raised.
+        """
         self._successor: Failures | None = None
 
     @property
@@ -95,7 +98,7 @@ class Failures:
         self.repair.set_result(successor)
 
     def settle(self) -> None:
-        """Return when there is no failure, or when all have been repaired.
+        """Wait until all failures have been repaired; return at once if there is no failure.
 
         Raises:
             Exception: The cause of the failures, if they are not repaired.
@@ -112,7 +115,7 @@ class Failures:
             is_first = not self._found
             is_first_cause = not consequence and all(consequence for _, consequence in self._found)
             self._found.append((error, consequence))
-        # Without the lock: the callbacks of futures run here, end waits for devices, and may block.
+        # Outside the lock: the callbacks of futures run here, where they end waits for devices and may block.
         if is_first_cause:
             self._cause.set_result(None)
         if is_first:
@@ -132,7 +135,7 @@ class Failures:
         """Wait for a future, and return its result.
 
         Raises:
-            Exception: The cause of the failures, if there are any meanwhile.
+            Exception: The cause of the failures, if a failure occurs during the wait.
         """
         wait_for_any(future, self.first)
         if self.any:
@@ -140,13 +143,13 @@ class Failures:
         return future.result()
 
     def raise_untold(self) -> None:
-        """Raise the cause of the failures, if there are any and none has been raised."""
+        """Raise the cause of the failures, if there are failures and none has been raised."""
         if self.any and not self.raised:
             self.raise_cause()
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Raise the cause of an exception that leaves this context, which may be a failure of another process."""
+        """Context that raises the cause of an exception in its body, which may be a failure of another process."""
         try:
             yield
         except BaseException as error:  # Ctrl-C as well
@@ -171,15 +174,15 @@ class Failures:
         raise cause
 
     def cause(self) -> BaseException:
-        """Return the first failure that is not a consequence; if there is none within 2 s, the first consequence.
+        """Return the first failure that is not a consequence; if none occurs within 2 s, the first consequence.
 
         An error of gloo becomes a :class:`WorkerLost` if a connection was lost although no process has failed.
         """
         wait([self._cause], _DIAGNOSIS_SECONDS)
         with self._lock:
             causes = [error for error, consequence in self._found if not consequence]
-            # A stage that did not answer is named in its error; an error of its neighbour, or of a connection with it,
-            # does not name it. On a busy machine the exit status of a killed worker comes too late to be a cause.
+            # The error of a stage that did not answer names the stage; an error of its neighbour, or of a connection to
+            # it, does not. On a busy machine, the exit status of a killed worker comes too late to be a cause.
             consequences = sorted(
                 (error for error, _ in self._found),
                 key=lambda e: (not isinstance(e, WorkerLost), isinstance(e, PeerFailed)),
@@ -199,14 +202,14 @@ def _not_ending_loops(error: StopIteration) -> RuntimeError:
 
 
 class InterruptibleWait:
-    """Runs waits for messages on a thread of its own, so that Ctrl-C or a failure of any process ends them at once.
+    """Runs waits for messages on a separate thread, so that Ctrl-C or a failure of any process ends them at once.
 
     A wait inside gloo blocks its thread in C++, where Python runs no signal handlers.
 
     Args:
         failures: The failures that end a wait.
         outlives_session: Whether the messages come from processes that stay when workers are replaced, such as the
-            drivers of other replicas. The loss of a worker that is replaced does not end such a wait.
+            drivers of other replicas. The loss of a worker that is replaced then does not end the wait.
     """
 
     def __init__(self, failures: Failures, *, outlives_session: bool = False) -> None:
@@ -221,7 +224,7 @@ class InterruptibleWait:
         """Call a function that waits for a message.
 
         Raises:
-            Exception: What the function raises, or the cause of the failures if there are any.
+            Exception: The exception of the function, or the cause of the failures if there are any.
             PeerFailed: Instead of the cause, if lost workers may be replaced.
             RuntimeError: If the pipeline has ended.
         """
@@ -270,7 +273,7 @@ class InterruptibleWait:
 
 
 class NotCopyable:
-    """An object with connections to other processes, which a copy of the module that holds it could not share."""
+    """An object with connections to other processes, which a copy of the module that holds the object cannot share."""
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise RuntimeError(
@@ -281,12 +284,12 @@ class NotCopyable:
 
 @dataclass(frozen=True)
 class StageProcess:
-    """The process of a stage, as the driver reaches it without RPC.
+    """The process of a stage, which the driver reaches without RPC.
 
     Attributes:
         description: The process in words.
         ended: Returns how the process ended, or ``None`` while it runs.
-        doing: Returns what the process does or did last, in words.
+        doing: Returns a description of what the process does or did last.
         kill: Ends the process.
     """
 
@@ -298,13 +301,13 @@ class StageProcess:
 
 @dataclass(frozen=True)
 class _Callee:
-    """Whom a call was made to.
+    """The process to which a call was made.
 
     Attributes:
-        process: The process of the stage then.
-        lost: Done if that process has been given up.
-        failures: Where its failures are recorded.
-        replies: The replies of that process.
+        process: The process of the stage at the time of the call.
+        lost: Done if this process has been given up.
+        failures: Records the failures of this process.
+        replies: The replies of this process.
     """
 
     process: StageProcess
@@ -314,9 +317,9 @@ class _Callee:
 
 
 class _InOrder:
-    """Handles the replies of a process in the order of its calls, though threads of RPC may bring them in another one.
+    """Handles the replies of a process in the order of its calls; threads of RPC may bring them in any order.
 
-    So whoever has the result of a call knows of the failures of all calls before it.
+    So when the result of a call is available, the failures of all earlier calls are known.
     """
 
     def __init__(self) -> None:
@@ -326,7 +329,7 @@ class _InOrder:
         self._is_handling = False
 
     def arrived(self, number: int, handle: Callable[[], None]) -> None:
-        """Handle the reply to a call, once those to the calls before it have been handled."""
+        """Handle the reply to a call, once the replies to all earlier calls have been handled."""
         with self._lock:
             self._arrived[number] = handle
         while True:
@@ -344,11 +347,11 @@ class _InOrder:
 
 
 class Entry(Protocol):
-    """One operation of the driver, as a log keeps it.
+    """One operation of the driver in a log.
 
     Attributes:
         size_bytes: The memory that the log needs for the operation.
-        is_answered: Whether the driver has the result of the operation, or the operation has none.
+        is_answered: Whether the driver has the result of the operation, or the operation has no result.
     """
 
     @property
@@ -395,10 +398,10 @@ class _Order:
 
 
 class _Question:
-    """Calls of which the last one has a result.
+    """Calls of which the last has a result.
 
     Attributes:
-        result: Done when the result is here.
+        result: Done when the result has arrived.
     """
 
     def __init__(self, stage: "RemoteStage", calls: list[Call], *, is_logged: bool) -> None:
@@ -409,7 +412,7 @@ class _Question:
 
     @property
     def is_answered(self) -> bool:
-        """Whether the result is here."""
+        """Whether the result has arrived."""
         return self.result.done() and self.result.exception() is None
 
     def run(self) -> None:
@@ -442,8 +445,8 @@ class Answer(Generic[R]):
         """Wait for the result.
 
         Raises:
-            Exception: The first failure of any stage, with the type that it had there. After that has been raised, only
-                a failure of this command, so that what a broken pipeline still holds can be fetched.
+            Exception: The first failure of any stage, with its original type. Once this failure has been raised, only a
+                failure of this command is raised, so that values that a broken pipeline still holds can be fetched.
         """
         while True:
             failures, asked = self._stage.present_failures, self._asked
@@ -475,7 +478,7 @@ class Answer(Generic[R]):
 
 
 class Reply(Generic[R]):
-    """The result of a function that runs beside the commands of a stage.
+    """The result of a function that runs at the same time as commands of a stage.
 
     Args:
         stage: The stage.
@@ -499,7 +502,7 @@ class Reply(Generic[R]):
             self._reply = self._stage.begin_beside(self._function, *self._args)
 
     def run_again(self) -> None:
-        """Call the function once more, before the commands that use its value."""
+        """Call the function again, before the commands that use its value."""
         self._reply = self._stage.begin_beside(self._function, *self._args)
         self._reply.wait()
 
@@ -508,7 +511,7 @@ class Reply(Generic[R]):
 
         Raises:
             WorkerLost: If the process of the stage has ended.
-            Exception: What the function has raised, which is no failure of the stage.
+            Exception: The exception of the function, which does not count as a failure of the stage.
         """
         while True:
             try:
@@ -533,18 +536,18 @@ class RemoteStage(NotCopyable):
 
     A command is a method of :class:`~strategies.pipeline.control.commands.StageCommands`, followed by its arguments:
 
-        remote.send(StageCommands.run, this, row)            it has no result
-        remote.ask(StageCommands.grad_norms, 0, 2.0).wait()  it has one
-        remote.beside(progress)                              out of band: no command, but a function on a thread of RPC
+        remote.send(StageCommands.run, this, row)            a command without a result
+        remote.ask(StageCommands.grad_norms, 0, 2.0).wait()  a command with a result
+        remote.beside(progress)                              out of band: a function on a thread of RPC
 
-    What :meth:`send` sends goes over the link of the stage, in one message each, and what can wait goes with the next
-    command. RPC brings results and failures; the order is that of the link:
+    :meth:`send` sends each command over the link of the stage in one message. Commands that can wait go with the next
+    command. RPC brings results and failures. The order of commands is that of the link:
 
         driver  ── send ─▶ link: calls                 ──▶ stage
                 ── ask ──▶ RPC: calls, link: a number  ──▶ stage ── RPC: the result ──▶ driver
                            RPC: follow                 ──▶ stage ── RPC: how calls on the link failed, or the end ──▶
 
-    No call has a time limit: how long a stage computes depends on the model.
+    No call has a time limit, because the time that a stage computes depends on the model.
     :class:`~strategies.pipeline.control.watch.Watch` finds a stage that hangs.
 
     Args:
@@ -552,7 +555,7 @@ class RemoteStage(NotCopyable):
         host: The ``RRef`` to the :class:`~strategies.commands.host.Host` of the stage.
         description: The stage in words.
         process: The process of the stage.
-        failures: Where failures of the stage are recorded.
+        failures: Records the failures of the stage.
     """
 
     def __init__(self, name: str, host: Any, description: str, process: StageProcess, failures: Failures) -> None:
@@ -563,42 +566,44 @@ class RemoteStage(NotCopyable):
         self._queued: deque[Call] = deque()  # the garbage collector may append from any thread
         self._link: Sender | None = None
         self._followed: Future[Any] = Future()
-        """Done when the stage follows its link no more."""
+        """Done when the stage no longer follows its link."""
         self._log: StageLog | None = None
         self._lasting: list[Call] = []
         self._num_shelved = itertools.count()
         self.version = 0
         """Changes whenever the stage may have changed a parameter, a buffer or a gradient."""
         self.in_pass = False
-        """Whether micro-batches go through the pipeline, so that the stage may wait for the driver."""
+        """Whether micro-batches pass through the pipeline, so that the stage may wait for the driver."""
         self.has_closed = False
         """Whether the pipeline has ended."""
         self.is_gathered = True
         """Whether the driver has the values of the stage when the pipeline has ended."""
         self.on_use: Callable[[str, bool], None] = _nothing
-        """Called when an operation on the driver combines a tensor of the stage with another one: with what the tensor
-        is, and whether it cannot be read now."""
+        """Called when an operation on the driver combines a tensor of the stage with another tensor.
+
+        The arguments are a description of the stage's tensor, and whether it cannot be read now.
+        """
 
     def close(self) -> None:
         """Refuse reading from now on, because the pipeline has ended.
 
-        Stand-ins of tensors may outlive the pipeline and refer to this client, which then must not refer to the data
-        plane, whose port would stay open, nor to the log, which has copies of values, nor to failures: tracebacks refer
-        to stand-ins in turn, and Python's garbage collector does not free a cycle that contains a tensor to which
-        autograd refers.
+        Stand-ins of tensors may outlive the pipeline, and they refer to this client. So the client drops its references
+        to the data plane, whose port would stay open, and to the log, which has copies of values. It also drops its
+        reference to the failures, because their tracebacks refer to stand-ins: Python's garbage collector does not free
+        a cycle that contains a tensor to which autograd refers.
         """
         self.has_closed, self.failures = True, Failures()
         self._link = self._log = None
         self.on_use = _nothing
 
     def renew(self, name: str, host: Any, process: StageProcess, failures: Failures) -> None:
-        """Send commands to another process from now on, which has taken over the stage of the one before.
+        """Send commands to a new process from now on, which has taken over the stage from the previous process.
 
         Args:
-            name: Its RPC name.
+            name: The RPC name of the new process.
             host: The ``RRef`` to its host.
-            process: The process.
-            failures: Where failures of the stage are recorded from now on.
+            process: The new process.
+            failures: Records the failures of the stage from now on.
         """
         self._name, self._host, self.process, self.failures = name, host, process, failures
         self._number, self._replies, self._lost = 0, _InOrder(), Future()
@@ -639,11 +644,11 @@ class RemoteStage(NotCopyable):
         self.process.kill()
 
     def doing(self) -> str:
-        """Return what the stage does or did last, in words, without asking its process."""
+        """Return a description of what the stage does or did last, without asking its process."""
         return self.process.doing()
 
     def connect(self, link: Sender) -> None:
-        """Have the stage follow orders on a link from now on."""
+        """Make the stage follow orders on a link from now on."""
         self._link = link
         called = _Callee(self.process, self._lost, self.failures, self._replies)
         reply: Any = unrecorded(rpc.rpc_async, self._name, follow, args=(self._host,), timeout=0)
@@ -652,7 +657,7 @@ class RemoteStage(NotCopyable):
             self.transmit(pickle.dumps(self._lasting))
 
     def disconnect(self) -> None:
-        """Have the stage follow its link no more, if it still does."""
+        """Make the stage stop following its link, if it still does."""
         if self._link is not None and not self._followed.done() and not self.failures.any:
             self.transmit(pickle.dumps(None))
             wait([self._followed], _END_SECONDS)
@@ -674,11 +679,11 @@ class RemoteStage(NotCopyable):
             self._log.perform(order, order.run)
         elif self._link is None:
             self.call(calls, Future())
-        elif not self._followed.done():  # else it has failed
+        elif not self._followed.done():  # else following has failed
             self.transmit(pickle.dumps(calls))
 
     def send_zero_grad(self, name: str, set_to_none: bool, module: int = 0) -> None:
-        """Send :meth:`StageCommands.zero_grads` for a parameter; consecutive ones become one command."""
+        """Send :meth:`StageCommands.zero_grads` for a parameter; consecutive calls become one command."""
         command, arguments, _ = self._queued[-1] if self._queued else ("", (), {})
         if command == StageCommands.zero_grads.__name__ and arguments[1:] == (set_to_none, module):
             self.version += 1
@@ -701,10 +706,10 @@ class RemoteStage(NotCopyable):
     def ask_unlogged(self, command: StageCommand[P, R], *args: P.args, **kwargs: P.kwargs) -> "Future[R]":
         """Send a command that no log keeps, and that no new worker repeats.
 
-        Commands that wait for the next one go on waiting.
+        Queued commands, which wait for the next command, stay queued.
 
         Returns:
-            Gets the result, or a failure of this stage.
+            A future that gets the result, or a failure of this stage.
         """
         result = Future[R]()
         self.call([(command.__name__, args, kwargs)], result)
@@ -715,18 +720,18 @@ class RemoteStage(NotCopyable):
         if self._link is None or self._followed.done():
             return
         padded = message.ljust(-(-len(message) // _MESSAGE_BYTES) * _MESSAGE_BYTES, b"\0")
-        with suppress(RuntimeError):  # the process of the stage has ended, which the reply to follow reports
+        with suppress(RuntimeError):  # the process of the stage has ended; the reply to ``follow`` reports this
             self._link.send(torch.frombuffer(bytearray(padded), dtype=torch.uint8), 0, 0, keep=_MOST_UNDER_WAY)
 
     def _taken_from_queue(self) -> list[Call]:
         return [self._queued.popleft() for _ in range(len(self._queued))]
 
     def call(self, calls: Sequence[Call], done: "Future[Any]") -> None:
-        """Call RPC with commands.
+        """Send commands by RPC.
 
         Args:
             calls: The commands.
-            done: Gets the result of the last one.
+            done: Gets the result of the last command.
         """
         number = self._number
         arguments = (self._host, calls, number)
@@ -739,19 +744,19 @@ class RemoteStage(NotCopyable):
             reply = futures.Future()
             reply.set_exception(error)
         self._number += 1
-        # Those of now: who leads the stages may have others by the time of the reply, and the stage another process.
+        # Capture the present process and failures: a new session may have replaced both when the reply arrives.
         called = _Callee(self.process, self._lost, self.failures, self._replies)
         settle = partial(self._settle, done=done, called=called)
         reply.add_done_callback(lambda reply: called.replies.arrived(number, partial(settle, reply)))
-        self.transmit(pickle.dumps(number))  # last: if interrupted, the next one does it
+        self.transmit(pickle.dumps(number))  # last: after an interrupt, the next call sends it
 
     def beside(self, function: Callable[..., R], *args: Any, is_logged: bool = False) -> Reply[R]:
         """Call ``function(host, ...)`` in the process of the stage, on a thread of RPC, while commands run.
 
         Args:
             function: A function whose first argument is the ``RRef`` to the host. If the worker is lost and replaced,
-                the function is called once more.
-            args: Its other arguments.
+                the function is called again.
+            args: The remaining arguments of the function.
             is_logged: Whether the function leaves a value on the stage that later commands use.
         """
         reply = Reply(self, function, args, is_logged=is_logged)
@@ -762,11 +767,11 @@ class RemoteStage(NotCopyable):
         return reply
 
     def begin_beside(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call ``function(host, ...)`` in the present process of the stage; returns a future of torch."""
+        """Call ``function(host, ...)`` in the present process of the stage; return a future of torch."""
         return unrecorded(rpc.rpc_async, self._name, function, args=(self._host, *args), timeout=0)
 
     def cause_of(self, error: Exception) -> Exception:
-        """Return why a call of :meth:`beside` failed: the process cannot be reached, or what the function raised."""
+        """Return why a call of :meth:`beside` failed: the process cannot be reached, or the function's exception."""
         return cause_of(error, self.description, self.process)
 
     def ask_for_progress(self) -> Any:
@@ -796,10 +801,10 @@ class RemoteStage(NotCopyable):
         return self
 
     def check_gathered(self) -> None:
-        """Check that the values of the stage can still be read, or have been brought back.
+        """Check that the values of the stage can still be read, or have been returned to the driver.
 
         Raises:
-            RuntimeError: If they were left when the pipeline ended.
+            RuntimeError: If the values were not returned when the pipeline ended.
         """
         if self.has_closed and not self.is_gathered:
             raise RuntimeError(
@@ -817,7 +822,7 @@ class RemoteStage(NotCopyable):
         return result.result()
 
     def _settle(self, reply: Any, *, done: "Future[Any]", called: "_Callee") -> None:
-        """Pass on the reply to a call; runs on a thread of RPC."""
+        """Handle the reply to a call; runs on a thread of RPC."""
         process, failures = called.process, called.failures
         try:
             value = reply.value()
@@ -826,7 +831,7 @@ class RemoteStage(NotCopyable):
                 return  # the pipeline has ended, and the stage with it
             ended = _how_it_ended(process)
             if ended is None and _RPC_TRANSPORT in str(error):
-                process.kill()  # nothing reaches it any more, and others would wait for it until the time-out
+                process.kill()  # nothing reaches it any more, and its peers would wait until the time-out
             what = f"{self.description}, {process.description}"
             lost = WorkerLost(f"{what}, {ended or f'did not answer: {error}'}")
             killed_by_us = called.lost.done() or (ended is None and is_consequence(error))
@@ -846,7 +851,7 @@ class RemoteStage(NotCopyable):
 
 
 def _add(failure: Failure, failures: Failures) -> BaseException:
-    """Record how a command has failed, and return its exception."""
+    """Record the failure of a command, and return its exception."""
     failed = failure.exception()
     if isinstance(failed, StopIteration):
         failed, failed.__cause__ = _not_ending_loops(failed), failed
@@ -862,9 +867,9 @@ def cause_of(error: Exception, stage: str, process: StageProcess) -> Exception:
     """Return why a call of RPC failed: the process has ended or cannot be reached, or else ``error`` itself.
 
     Args:
-        error: What the call raised.
-        stage: The stage in words.
-        process: Its process.
+        error: The exception of the call.
+        stage: A description of the stage.
+        process: The process of the stage.
     """
     ended = _how_it_ended(process)
     if ended is None and _RPC_TRANSPORT not in str(error):
@@ -873,7 +878,7 @@ def cause_of(error: Exception, stage: str, process: StageProcess) -> Exception:
 
 
 def _how_it_ended(process: StageProcess) -> str | None:
-    """Return how a process has ended, which a busy machine tells some time after the connections have closed."""
+    """Return how a process has ended; a busy machine reports this some time after the connections have closed."""
     return next(filter(None, (process.ended() for _ in range(_NUM_QUESTIONS))), None)
 
 
@@ -884,17 +889,17 @@ def wait_for_any(*futures: Future[Any]) -> None:
 
 @contextmanager
 def leading(failures: Failures, remotes: Iterable[RemoteStage], fail: Callable[[], None]) -> Iterator[None]:
-    """Lead micro-batches through stages: user code cannot read their values meanwhile, and errors get their cause.
+    """Context in which micro-batches pass through stages: user code cannot read values, and errors get their cause.
 
     May be nested.
 
     Args:
-        failures: Failures of the stages. One that is known before the body runs is raised instead.
+        failures: Failures of the stages. A failure that is known before the body runs is raised instead of running it.
         remotes: The stages on workers.
-        fail: Called if the body raises, Ctrl-C included, so that no stage waits for this process.
+        fail: Called if the body raises, including on Ctrl-C, so that no stage waits for this process.
 
     Raises:
-        Exception: The first failure of any process that is not a consequence of another one.
+        Exception: The first failure of any process that is not a consequence of another failure.
     """
     failures.settle()
     outermost = [remote for remote in remotes if not remote.in_pass]

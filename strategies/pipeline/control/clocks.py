@@ -1,7 +1,7 @@
-"""Brings times of stages to the driver's clock.
+"""Converts times of stages to the driver's clock.
 
-driver   sent ─────┐            ┌──▶ back       The stage's time is that of the middle of the round trip, give or take
-stage              └──▶ there ──┘               half of it.
+driver   sent ─────┐            ┌──▶ back       The stage's time is the middle of the round trip. The error is at most
+stage              └──▶ there ──┘               half of the round trip.
 """
 
 import time
@@ -13,10 +13,10 @@ _TRIPS = 5
 
 
 class Clock:
-    """The clock of a stage's process, ``time.perf_counter``, next to that of the driver.
+    """The clock of a stage's process, ``time.perf_counter``, compared with the clock of the driver.
 
-    On Linux the processes of a host have one clock. The clocks of two hosts differ by the time between their starts,
-    and drift, so each call estimates the difference anew.
+    On Linux, the processes of a host share one clock. The clocks of two hosts differ by the time between their boots,
+    and drift, so each call estimates the difference again.
 
     Args:
         remote: The stage.
@@ -26,7 +26,7 @@ class Clock:
         self._remote, self._is_shared = remote, False
 
     def ahead(self) -> float:
-        """Return the seconds by which the driver's clock is ahead of the stage's: 0 if they cannot be told apart."""
+        """Return the seconds by which the driver's clock is ahead of the stage's; 0 if the difference is too small."""
         if self._is_shared:
             return 0.0
         trips = []
@@ -35,7 +35,7 @@ class Clock:
             there = self._remote.beside(_now).wait()
             back = time.perf_counter()
             trips.append((back - sent, (sent + back) / 2 - there))
-        seconds, ahead = min(trips)  # the shortest trip leaves least room for an error
+        seconds, ahead = min(trips)  # the shortest trip has the smallest error
         self._is_shared = abs(ahead) <= seconds / 2
         return 0.0 if self._is_shared else ahead
 

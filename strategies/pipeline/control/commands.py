@@ -2,8 +2,9 @@
 
 :class:`~strategies.pipeline.control.client.RemoteStage` sends them;
 :class:`~strategies.pipeline.worker.hosted.HostedStage` implements them. Tensors in arguments and results are on the CPU
-unless said otherwise. ``module`` is the number of a module of the stage: 0 for its layers, ``k`` for those of the
-``k``-th copy of the model. ``optimizer`` is the number of one of the user's optimizers, ``number`` that of a pass.
+unless stated otherwise. ``module`` is the number of a module of the stage: 0 for its layers, ``k`` for its layers in
+the ``k``-th copy of the model. ``optimizer`` is the number of one of the user's optimizers, and ``number`` is the
+number of a pass.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -28,10 +29,10 @@ Attributes = dict[int, dict[str, Any]]
 
 
 class StageCommands(Protocol):
-    """What a stage on a worker can be told to do.
+    """The commands of a stage on a worker.
 
-    Commands run one at a time, in the order in which the driver calls them. Those without ``changes_values`` leave
-    parameters, buffers and gradients as they are.
+    Commands run one at a time, in the order in which the driver calls them. Commands without ``changes_values`` do not
+    change parameters, buffers or gradients.
     """
 
     # Passes
@@ -51,7 +52,7 @@ class StageCommands(Protocol):
 
     @command(can_wait=True)
     def release(self, number: int, factor: float, kept: float) -> None:
-        """Add the gradients of a pass that gathers, times ``factor``, to those of the parameters, times ``kept``."""
+        """Multiply the gradients of the parameters by ``kept``, and add ``factor`` times the gradients of a pass."""
 
     @command(changes_values=False, can_wait=True)
     def discard(self, number: int) -> None:
@@ -69,7 +70,7 @@ class StageCommands(Protocol):
 
         Args:
             attributes: The attributes.
-            trained: ``requires_grad`` of each parameter, in the order of ``parameters()``; ``None`` leaves it as it is.
+            trained: ``requires_grad`` of each parameter, in the order of ``parameters()``; ``None`` does not change it.
         """
 
     # Single values and gradients, for stand-ins on the driver
@@ -84,7 +85,7 @@ class StageCommands(Protocol):
 
     @command(can_wait=True)
     def add_gradient(self, name: str, grad: Tensor, module: int = 0) -> None:
-        """Add to the gradient of a parameter, for its use on the driver."""
+        """Add the gradient from the use of a parameter on the driver to the gradient of this parameter."""
 
     @command(can_wait=True)
     def compute(self, operation: Operation, dtype: torch.dtype) -> None:
@@ -102,11 +103,11 @@ class StageCommands(Protocol):
 
     @command(can_wait=True)
     def zero_grads(self, names: Sequence[str], set_to_none: bool, module: int = 0) -> None:
-        """Clear the gradients of parameters, as ``zero_grad`` of a module that holds them."""
+        """Clear the gradients of parameters, as ``zero_grad`` of a module with these parameters does."""
 
     @command()
     def average_grads(self, share: float | None) -> None:
-        """Average the gradients over the replicas of this stage, in which this one has a share (``None``: equal)."""
+        """Average the gradients over the replicas of this stage. ``share`` is for this replica; ``None`` if equal."""
 
     # Optimizers
 
@@ -115,7 +116,7 @@ class StageCommands(Protocol):
         """Add this stage's part of one more optimizer.
 
         Args:
-            blob: Class and attributes of the optimizer, pickled, with names in place of parameters.
+            blob: Pickled class and attributes of the optimizer, with names in place of parameters.
             numbers: The numbers that the whole optimizer gives to the parameters of this stage.
         """
 
@@ -133,7 +134,7 @@ class StageCommands(Protocol):
         Args:
             optimizer: Number of the optimizer.
             values: The hyperparameters of each group.
-            scaling: What a gradient scaler sets on an optimizer that unscales within its step.
+            scaling: Attributes that a gradient scaler sets on an optimizer that unscales within its step.
             dtype: The default dtype of the driver, which some optimizers give to counters that they create.
             arguments: Arguments of ``step``.
         """
@@ -142,7 +143,7 @@ class StageCommands(Protocol):
     def call_method(
         self, optimizer: int, call: MethodCall, values: list[dict[str, Any]], context: PassContext, grad: bool
     ) -> Any:
-        """Call a method that the class of an optimizer adds to those of ``torch.optim.Optimizer``.
+        """Call a method that the class of an optimizer adds to the methods of ``torch.optim.Optimizer``.
 
         Args:
             optimizer: Number of the optimizer.
@@ -152,7 +153,7 @@ class StageCommands(Protocol):
             grad: Whether gradients are enabled on the driver.
 
         Returns:
-            What the method returns; ``None`` in place of the optimizer itself.
+            The result of the method; ``None`` in place of the optimizer itself.
         """
 
     @command(can_wait=True)
@@ -179,7 +180,7 @@ class StageCommands(Protocol):
     def grad_norms(self, optimizer: int, norm_type: float) -> dict[int, Tensor]:
         """Return the norm of each gradient, by the number of the parameter in the whole optimizer."""
 
-    # Parts of the state; what is captured is on the shelf, see strategies.pipeline.control.shelf
+    # Parts of the state. Captured parts are on the shelf, see strategies.pipeline.control.shelf
 
     @command(changes_values=False)
     def capture(self, parts: Mapping[int, Part]) -> list[Any]:
@@ -193,7 +194,7 @@ class StageCommands(Protocol):
 
     @command(can_wait=True)
     def place(self, part: Part, content: Any) -> None:
-        """Take over a part of the state, or some entries of it.
+        """Replace a part of the state, or some entries of it.
 
         Args:
             part: A state dict, some buffers, or the states of an optimizer.
@@ -202,7 +203,7 @@ class StageCommands(Protocol):
 
     @command(only_reads=True)
     def shelved(self, number: int, pieces: Sequence[Piece]) -> Tensor:
-        """Return bytes of tensors of the part with this number, one piece after the other."""
+        """Return bytes of tensors of the part with this number, one piece after another."""
 
     @command(changes_values=False)
     def copy_shelved(self, number: int) -> None:
@@ -222,18 +223,18 @@ class StageCommands(Protocol):
 
     @command(changes_values=False, can_wait=True)
     def start_journal(self) -> None:
-        """Note from now on what the stage sends and receives."""
+        """Start to note what the stage sends and receives."""
 
     @command(doing="going back to a snapshot")
     def go_back(self, number: int, address: SlotAddress) -> None:
-        """Go on from a snapshot, in this process.
+        """Restore a snapshot in this process.
 
         Until :meth:`compare`, :meth:`snapshot` compares the state with the snapshot that was written the first time.
         """
 
     @command(changes_values=False)
     def compare(self) -> Comparison:
-        """Return what the stage has computed differently since :meth:`go_back`."""
+        """Return what differs between the two computations of the stage, before and since :meth:`go_back`."""
 
     # Profiling
 
@@ -243,11 +244,11 @@ class StageCommands(Protocol):
 
     @command(changes_values=False, doing="handing over records")
     def stop_recording(self) -> Recorded:
-        """Stop that and return what has been recorded; nothing if the recording has not been started."""
+        """Stop the recording and return it; it is empty if it was not started."""
 
     @command(changes_values=False, doing="starting the profiler", can_wait=True)
     def start_trace(self, options: Mapping[str, Any]) -> None:
-        """Start to record what the compute thread does.
+        """Start a trace of the compute thread.
 
         Args:
             options: Arguments of ``torch.profiler.profile``.
@@ -255,4 +256,4 @@ class StageCommands(Protocol):
 
     @command(changes_values=False, doing="handing over a trace")
     def stop_trace(self) -> bytes | None:
-        """End the recording and return it in Chrome's format; ``None`` if nothing has been recorded."""
+        """End the trace and return it in Chrome's format; ``None`` if nothing has been recorded."""

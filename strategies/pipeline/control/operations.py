@@ -1,4 +1,4 @@
-"""Operations on the tensors of a stage, as the driver describes them to the worker.
+"""Operations on the tensors of a stage, in the form in which the driver sends them to the worker.
 
 aten.lerp_.Scalar(#7, #3, 0.1)     an Operation, whose arguments #7 and #3 are References
 """
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 Key = int | tuple[int, str]
-"""A computed value by its number; a parameter or buffer by the number of the module of the stage and its name there."""
+"""A computed value by number, or a parameter or buffer by its module's number in the stage and its name there."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class Strides:
 
 @dataclass(frozen=True)
 class WorkerTensor:
-    """A tensor of the worker, as the arguments of an operation name it.
+    """A reference to a tensor of the worker, in the arguments of an operation.
 
     Attributes:
-        key: The value that the tensor is, or is a view of.
+        key: The value that the tensor is, or of which it is a view.
         base: Strides of the value as the driver knows it.
         view: Strides of the tensor, if it is a view of the value.
     """
@@ -51,7 +51,7 @@ class Operation:
         name: Namespace, name and overload, such as ``("aten", "lerp_", "Scalar")``.
         args: Positional arguments.
         kwargs: Keyword arguments.
-        results: The numbers of the new values among the results, ``None`` for those that are not new.
+        results: The number of each result that is a new value; ``None`` for each result that is not new.
     """
 
     name: tuple[str, str, str]

@@ -1,4 +1,4 @@
-"""Parts of the state of a stage: what the driver can have set aside, and how the stage describes it."""
+"""Parts of the state of a stage that it can set aside for the driver, and how the stage describes them."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -27,7 +27,7 @@ class PartKind(Enum):
 class Part(NamedTuple):
     """A part of the state of a stage: its kind, and the number of the module or of the optimizer.
 
-    Module 0 is the layers of the stage, module ``k`` those of the ``k``-th copy of the model.
+    Module 0 holds the layers of the stage, and module ``k`` holds its layers in the ``k``-th copy of the model.
     """
 
     kind: PartKind
@@ -35,7 +35,7 @@ class Part(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Some bytes of a tensor on the shelf: its flattened path, and the range of bytes of its storage."""
+    """Some bytes of a tensor on the shelf: the flattened path of the tensor, and the range of bytes of its storage."""
 
     path: str
     start: int
@@ -52,7 +52,7 @@ class ShelvedLayout:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "ShelvedLayout":
-        """Return the layout of a tensor, or that of a copy without gaps."""
+        """Return the layout of a tensor, or the layout of a copy without gaps."""
         stride = torch.empty_like(tensor, device="meta").stride()
         return cls(tuple(tensor.shape), stride, tensor.dtype)
 
@@ -62,14 +62,14 @@ class ShelvedLayout:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor without gaps, in the order of its storage: a view."""
+    """Return a view of the bytes of a tensor without gaps, in the order of its storage."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def on_shelf(tree: Any) -> tuple[dict[str, Tensor], Any]:
     """Return the tensors of a tree that can be on a shelf, by flattened path, and the tree with their layouts.
 
-    Other tensors, such as sparse ones, stay in the tree, on the CPU.
+    All other tensors, such as sparse tensors, stay in the tree, on the CPU.
     """
 
     def described(tensor: Tensor) -> Any:

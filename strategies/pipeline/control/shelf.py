@@ -4,8 +4,9 @@
     worker    keeps the tensors of the part under a number, without copying them; sends a layout of each
     driver    shelved.values()      one tensor after another, a few MiB in each message
 
-No process holds more of the part than it has anyway, and one tensor and a few messages. glibc would keep the blocks
-that messages leave: aligned blocks seldom fit where one of the same size was, and each thread has a heap of its own.
+Beyond what a process holds anyway, it needs memory for one tensor and a few messages only. Freed blocks of messages are
+returned to the system regularly. Otherwise glibc would keep them: an aligned block seldom fits where a block of the
+same size was, and each thread has its own heap.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,13 +22,13 @@ from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.control.parts import Part, PartKind, Piece, ShelvedLayout, bytes_of
 
 _MESSAGE_BYTES = 4 * 2**20
-"""Most bytes of tensors in one message: so many that the time of a call does not count."""
+"""Maximum number of bytes of tensors in one message; large, so that the overhead of a call is negligible."""
 
 _MESSAGES_KEPT = 8
-"""After how many messages the memory of those that have been used is returned to the system."""
+"""Number of messages after which the memory of used messages is returned to the system."""
 
 Fetch = Callable[[RemoteStage, int, Sequence[Piece]], Tensor]
-"""Fetches bytes from the shelf of a stage: the number there, and the pieces."""
+"""Fetches bytes from the shelf of a stage, given the number of the part on the shelf and the pieces."""
 
 
 def in_turn(stage: RemoteStage, number: int, pieces: Sequence[Piece]) -> Tensor:
@@ -36,7 +37,7 @@ def in_turn(stage: RemoteStage, number: int, pieces: Sequence[Piece]) -> Tensor:
 
 
 def for_user(stage: RemoteStage, number: int, pieces: Sequence[Piece]) -> Tensor:
-    """Fetch on behalf of user code, which may ask at any time."""
+    """Fetch for user code, which may read values at any time."""
     return stage.readable().ask(StageCommands.shelved, number, pieces).wait()
 
 
@@ -55,7 +56,7 @@ def beside(stage: RemoteStage, number: int, pieces: Sequence[Piece]) -> Tensor:
 
 
 def _from_shelf(stage: Any, number: int, pieces: Sequence[Piece]) -> Tensor:
-    """Runs on an RPC thread of a worker, whose stage is behind an ``RRef``."""
+    """Return bytes from the shelf; runs on an RPC thread of a worker, whose stage is behind an ``RRef``."""
     content: Tensor = stage.local_value().hosted.shelved(number, pieces)
     return content
 
@@ -75,14 +76,14 @@ class ShelvedPart:
 
     @classmethod
     def of(cls, stage: RemoteStage, part: Part) -> "ShelvedPart":
-        """Have a stage put a part of its state on its shelf."""
+        """Make a stage put a part of its state on its shelf."""
         number = stage.number_shelved()
         (tree,) = stage.ask(StageCommands.capture, {number: part}).wait()
         return cls(stage, number, tree)
 
     @classmethod
     def rescued(cls, stage: RemoteStage, parts: Sequence[Part]) -> "dict[Part, ShelvedPart]":
-        """Have a stage put parts of its state on its shelf, even if another stage has failed."""
+        """Make a stage put parts of its state on its shelf, even if another stage has failed."""
         numbered = {stage.number_shelved(): part for part in parts}
         trees = stage.ask(StageCommands.capture, numbered).rescue()
         return {part: cls(stage, number, tree) for (number, part), tree in zip(numbered.items(), trees, strict=True)}
@@ -112,7 +113,7 @@ def captured(stage: RemoteStage, kind: PartKind, number: int = 0) -> Any:
 
 
 class Wanted(NamedTuple):
-    """A tensor to be fetched: the part that has it, its path there, and its layout."""
+    """A tensor to be fetched: the part that contains it, its path in the part, and its layout."""
 
     part: ShelvedPart
     path: str
@@ -127,7 +128,7 @@ def fetched_values(wanted: Sequence[Wanted], fetch: Fetch) -> Iterator[Tensor]:
         fetch: Fetches the bytes of a message.
 
     Yields:
-        The tensors. If the caller keeps none, one tensor and one message are in memory.
+        The tensors. If the caller keeps none of them, one tensor and one message are in memory.
     """
     value: Tensor | None = None
     for number, (part, entries) in enumerate(_messages(wanted), start=1):

@@ -1,7 +1,7 @@
-"""Detects a stage that hangs, among stages that only wait for it.
+"""Detects a stage that hangs, and distinguishes it from stages that only wait for it.
 
-A stage is alive while its counter moves, its process computes (a long layer, an import, a compilation), or its Python
-stack changes. Otherwise it hangs, unless it waits for a neighbour or for the driver.
+A stage is alive while its counter of actions increases, its process computes (a long layer, an import, a compilation),
+or its Python stack changes. Otherwise it hangs, unless it waits for a neighbour or for the driver.
 """
 
 import threading
@@ -14,7 +14,10 @@ from strategies.launch.session import BUSY_FACTOR
 from strategies.pipeline.control.client import RemoteStage
 
 _LOOKS = 10
-"""How often each stage is asked within the time-out. Only answers count, so a suspended machine is no hang."""
+"""Number of times that each stage is asked within the time-out.
+
+A hang is declared after a number of questions, not after a time, so a suspended machine does not look like a hang.
+"""
 
 _LATE_LOOK_SECONDS = 0.5
 """Seconds between two questions after a failure or Ctrl-C, when a stage only has to return its state."""
@@ -24,12 +27,12 @@ _BUSY_SHARE = 0.05
 
 
 class Watch:
-    """A thread that asks the stages for their progress at regular intervals, and ends those that hang.
+    """A thread that asks the stages for their progress at regular intervals, and ends stages that hang.
 
     Args:
         remotes: The stages.
-        timeout_seconds: How long a stage may be idle before it is declared hung. It may be busy with one action for ten
-            times as long.
+        timeout_seconds: How long a stage may be idle before it is declared hung. A stage may be busy with one action
+            for ten times as long.
     """
 
     def __init__(self, remotes: Sequence[RemoteStage], timeout_seconds: float) -> None:
@@ -39,7 +42,7 @@ class Watch:
         self._thread.start()
 
     def end(self) -> None:
-        """Ends the thread."""
+        """End the thread."""
         self._ended.set()
         self._thread.join()
 
@@ -79,7 +82,7 @@ class _WatchedStage:
             return
         try:
             self._silent, self._asked = 0, self.remote.ask_for_progress()
-        except RuntimeError:  # RPC knows already that the process has ended; so does the next command
+        except RuntimeError:  # RPC already knows that the process has ended; the next command reports it
             self._has_gone = True
         if answer is not None:
             self._judge(answer)
@@ -87,7 +90,7 @@ class _WatchedStage:
     def _answer(self) -> Progress | None:
         try:
             answer: Progress = self._asked.wait()
-        except Exception:  # a command that the stage runs now, or the next one, reports it
+        except Exception:  # the present command of the stage, or the next command, reports it
             self._has_gone = True
             return None
         return answer
@@ -99,7 +102,7 @@ class _WatchedStage:
         self._at_one_thing = 0 if got_on else self._at_one_thing + 1
         busy = before is not None and abs(now.busy_seconds - before.busy_seconds) > _BUSY_SHARE * elapsed
         self._asleep = 0 if got_on or busy or (before and now.stack != before.stack) else self._asleep + 1
-        after_failure = now.waits and self.remote.failures.any  # what it waits for may never come
+        after_failure = now.waits and self.remote.failures.any  # the message that it waits for may never come
         if not after_failure:
             self._waits_since = None
         elif self._waits_since is None:

@@ -1,4 +1,4 @@
-"""The driver's channels to workers that may be replaced. The channels stay, and their connections change.
+"""The driver's channels to workers that may be replaced. A channel stays when its connection changes.
 
 stage of the driver ──▶ LoggedSender ──▶ sender of the present session ──▶ worker
                             │
@@ -18,7 +18,7 @@ from strategies.pipeline.transport.journal import Fingerprint, fingerprint
 
 
 class LoggedTransport:
-    """Connects to the workers of each session in turn; see :class:`~strategies.pipeline.transport.interface.Transport`.
+    """Connects to the workers of the present session; see :class:`~strategies.pipeline.transport.interface.Transport`.
 
     Args:
         log: The driver's log.
@@ -32,7 +32,7 @@ class LoggedTransport:
         self._channels: list[LoggedSender | LoggedReceiver] = []
 
     def connect(self, transport: Transport) -> None:
-        """Use the connections of another session from now on."""
+        """Use the connections of a new session from now on."""
         self._transport = transport
         for channel in self._channels:
             channel.open(transport)
@@ -68,7 +68,7 @@ class LoggedSender:
     Args:
         log: The driver's log.
         peer: The rank of the worker.
-        tag: Distinguishes the channel from others to the same worker.
+        tag: Distinguishes the channel from other channels to the same worker.
     """
 
     def __init__(self, log: Log, peer: int, tag: int) -> None:
@@ -95,13 +95,13 @@ class LoggedSender:
         failures = self._log.failures
         try:
             wait()
-        except Exception as error:  # the repair sends again what had not arrived
+        except Exception as error:  # the repair sends again the values that have not arrived
             self._log.overcome(failures, error)
 
 
 @dataclass(frozen=True)
 class _Sent:
-    """The copy of a value that the driver has sent."""
+    """A copy of a value that the driver has sent."""
 
     sender: LoggedSender
     copy: Any
@@ -145,14 +145,14 @@ class LoggedReceiver:
                 log.overcome(failures, error)
                 continue
             with log.lock:
-                if log.failures is failures:  # else the new workers send the value once more
+                if log.failures is failures:  # else the new workers send the value again
                     log.note(_Received(self, pass_number, microbatch, fingerprint(value)))
                     return value
 
 
 @dataclass(frozen=True)
 class _Received:
-    """What tells a value that the driver has received from another one."""
+    """The fingerprint of a value that the driver has received, to compare it with the value of a repetition."""
 
     receiver: LoggedReceiver
     number: int

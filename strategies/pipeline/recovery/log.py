@@ -1,12 +1,12 @@
-"""The driver's log: what it has exchanged with its workers since the last snapshot, in order.
+"""The driver's log: what the driver has exchanged with its workers since the last snapshot, in order.
 
     snapshot 3 │ order: run │ value sent │ value received │ order: step │ ...
                └──────────── the driver repeats this with new workers, which have started from snapshot 3
 
 Everything that changes a worker comes from the driver or from another worker. So new workers that start from the
-snapshot reach the state of the lost ones when the driver repeats the log. The values that they send to the driver the
-second time must equal those of the first time. (In the literature: sender-based message logging with deterministic
-receivers.)
+snapshot reach the state of the lost workers when the driver repeats the log. The values that the new workers send to
+the driver must equal the values that it received the first time. (The literature calls this sender-based message
+logging with deterministic receivers.)
 """
 
 import threading
@@ -63,7 +63,7 @@ class Log:
         """For each snapshot, how many entries were made before it."""
 
     def perform(self, entry: Entry, run: Callable[[], object]) -> None:
-        """Note an operation and run it. If workers are lost meanwhile, the operation is repeated with new workers.
+        """Note an operation and run it. If workers are lost while it runs, it is repeated with new workers.
 
         Args:
             entry: The operation.
@@ -89,10 +89,10 @@ class Log:
         self.size_bytes += entry.size_bytes
 
     def overcome(self, failures: Failures, error: Exception) -> None:
-        """Return when the session in which an operation has failed is followed by another one.
+        """Wait until a new session follows the session in which an operation has failed.
 
         Args:
-            failures: The failures of that session.
+            failures: The failures of the session in which the operation has failed.
             error: The error of the operation.
 
         Raises:
@@ -106,7 +106,7 @@ class Log:
         self._marks[number] = self._num_forgotten + len(self._entries)
 
     def forget_before(self, number: int) -> None:
-        """Drop what was before a snapshot that every worker has whole."""
+        """Drop the entries before a snapshot that every worker has completed."""
         mark = self._marks[number]
         while self._num_forgotten < mark:
             self.size_bytes -= self._entries.popleft().size_bytes
@@ -114,14 +114,14 @@ class Log:
         self._marks = {other: place for other, place in self._marks.items() if place >= mark}
 
     def drop(self) -> None:
-        """Drop everything: nothing will be repeated from a snapshot before now."""
+        """Drop everything: no earlier snapshot will be used."""
         self._num_forgotten += len(self._entries)
         self._entries.clear()
         self._marks.clear()
         self.size_bytes = 0
 
     def can_begin_at(self, number: int) -> bool:
-        """Return whether the log has all since a snapshot, and every question asked before it has been answered."""
+        """Return whether the log is complete since a snapshot and every question before the snapshot is answered."""
         if number not in self._marks:
             return False
         before = self._marks[number] - self._num_forgotten
@@ -135,7 +135,7 @@ class Log:
             differences: Gets an entry for each value that is different the second time.
 
         Raises:
-            NotRepeated: At the first such value, if ``differences`` is ``None``.
+            NotRepeated: At the first value that is different, if ``differences`` is ``None``.
         """
         entries = list(self._entries)[self._marks[number] - self._num_forgotten :]
         for entry in entries:
@@ -149,7 +149,7 @@ class Log:
 
 
 def copied(value: Any) -> tuple[Any, int]:
-    """Return a value with copies of its tensors, on the CPU, and their bytes."""
+    """Return a value with copies of its tensors on the CPU, and the size of the copies in bytes."""
     leaves, spec = leaves_of(value)
     copies, size_bytes = [], 0
     for leaf in leaves:

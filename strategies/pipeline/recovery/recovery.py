@@ -1,6 +1,6 @@
 """Replaces lost workers of a running pipeline: takes snapshots, and repeats the driver's log with new workers.
 
-It verifies steps in the same way, with the same workers.
+To verify a step, it repeats the log in the same way, with the same workers.
 """
 
 import warnings
@@ -21,7 +21,7 @@ from strategies.pipeline.transport.interface import Transport
 from strategies.pipeline.transport.journal import Comparison
 
 MOST_LOGGED_BYTES = 2**28
-"""The size of the log beyond which a snapshot is taken before it is due."""
+"""If the log exceeds this size, a snapshot is taken before it is due."""
 
 Restart = Callable[[Failures, Sequence[InSlot], int], Transport]
 """Starts new workers from the states in slots, and returns the transport that connects the driver with them.
@@ -33,7 +33,7 @@ class Recovery:
     """Replaces lost workers of a pipeline, from :meth:`start` to :meth:`end`.
 
     Args:
-        settings: How many losses are repaired, and how often snapshots are taken.
+        settings: The maximum number of repairs, and the interval of snapshots.
         failures: The failures of the first session.
         transport: The transport that connects the driver with the first workers.
         remotes: The stages on workers.
@@ -75,12 +75,12 @@ class Recovery:
         self._begin(first)
 
     def end_together(self) -> None:
-        """Wait until no other replica needs the workers of this one to replace its own workers."""
+        """Wait until no other replica needs the workers of this replica to replace its own workers."""
         if self._together is not None:
             self._together.end_together(self._log.failures)
 
     def end(self) -> None:
-        """Stop replacing workers. Call this after :meth:`start`, even if that has failed."""
+        """Stop replacing workers. Call this after :meth:`start`, even if :meth:`start` has failed."""
         if self._together is not None:
             self._together.give_up()
         self._repairs.end()
@@ -88,23 +88,24 @@ class Recovery:
             self._together.end()
 
     def close(self) -> None:
-        """Release the memory; call this when no worker writes any more."""
+        """Release the memory of the snapshots; call this when no worker writes to it any more."""
         self._snapshots.close()
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of memory that the snapshots take on all processes, and the log."""
+        """Memory in bytes of the snapshots of all processes and of the log."""
         return self._snapshots.size_bytes + self._log.size_bytes
 
     def between_passes(self, num_steps: int) -> None:
         """Take a snapshot if it is due. No pass is under way, and none waits for its backward part.
 
         Args:
-            num_steps: How many steps of optimizers there have been so far.
+            num_steps: The number of optimizer steps so far.
         """
         has_stepped = self._count(num_steps)
-        # In all replicas, snapshots with one number must be of one step. A replica may need its last but one snapshot,
-        # because another replica lacks the last one until it has averaged the gradients of the next step.
+        # Snapshots with the same number must be of the same step in all replicas. A replica may need its last but one
+        # snapshot, because another replica lacks the last snapshot until it has averaged the gradients of the next
+        # step.
         is_large = self._log.size_bytes > MOST_LOGGED_BYTES and self._together is None
         if self._verified_from is not None:
             if has_stepped or is_large:
@@ -120,10 +121,10 @@ class Recovery:
             self._forget()
 
     def verify(self, num_steps: int) -> None:
-        """Compute the present step a second time and compare, if it is one that is verified.
+        """Compute the present step a second time and compare, if this step is to be verified.
 
         Args:
-            num_steps: How many steps of optimizers there have been so far.
+            num_steps: The number of optimizer steps so far.
 
         Raises:
             ComputedWrongly: If a stage computes differently the second time.
@@ -133,7 +134,7 @@ class Recovery:
             self._verify(self._verified_from)
 
     def _count(self, num_steps: int) -> bool:
-        """Return whether optimizers have stepped since the last call; those of one batch count once."""
+        """Return whether optimizers have stepped since the last call; all steps for one batch count as one."""
         has_stepped = num_steps > self._num_steps
         self._num_steps = num_steps
         self._num_updates += has_stepped
@@ -167,10 +168,10 @@ class Recovery:
         self._begin(end)
 
     def _computed_again(self, begin: Whole) -> tuple[list[Comparison], list[NotRepeated]]:
-        """Have the stages go back to a snapshot, repeat the log since then, and compare.
+        """Make the stages go back to a snapshot, repeat the log since then, and compare.
 
         Returns:
-            What the stages have computed, and what this process received that was different.
+            The comparison of each stage, and the values that this process received and that were different.
         """
         differences: list[NotRepeated] = []
         for remote, slot in zip(self._remotes, self._snapshots.slots[begin.place], strict=True):
@@ -185,11 +186,11 @@ class Recovery:
         return comparisons, differences
 
     def _take_snapshot(self) -> Whole:
-        """Order a snapshot, which workers write when they come to it."""
+        """Order a snapshot, which each worker writes when it reaches this order."""
         snapshots, self._steps_at_snapshot = self._snapshots, self._num_steps
         if snapshots.is_under_way or self._usable()[-1:] != snapshots.whole()[-1:]:
             self._wait()
-        with self._log.lock:  # otherwise new workers could begin without the mark
+        with self._log.lock:  # otherwise a repair could start between the order and the mark
             self._forget()
             ordered = snapshots.order()
             for remote, slot in zip(self._remotes, snapshots.slots[ordered.place], strict=True):
@@ -198,14 +199,14 @@ class Recovery:
         return ordered
 
     def _forget(self) -> None:
-        """Drop the part of the log from before the last usable snapshot."""
+        """Drop the part of the log before the last usable snapshot."""
         if usable := self._usable():
             self._log.forget_before(usable[-1].number)
 
     def _usable(self) -> list[Whole]:
         """Return the snapshots from which new workers can start.
 
-        Every worker has such a snapshot, and every question asked before it has been answered.
+        Every worker has completed such a snapshot, and every question before it has been answered.
         """
         return [each for each in self._snapshots.whole() if self._log.can_begin_at(each.number)]
 

@@ -1,8 +1,8 @@
-"""Replaces lost workers on a thread of its own, so that the driver's code need not know.
+"""Replaces lost workers on a separate thread, so that the driver's other code does not notice.
 
-main thread    step ──── waits for stage 1 ·····························▶ goes on
+main thread    step ──── waits for stage 1 ···············································▶ continues
 workers        ✗ stage 1
-this thread      └▶ ends the others ─ new workers, from the snapshot ─ the log once more ─┘
+this thread      └▶ ends all workers ─ new workers, from the snapshot ─ the log again ────┘
 """
 
 import threading
@@ -25,8 +25,8 @@ class RecoverySettings:
     Attributes:
         max_restarts: The maximum number of repairs in one run. Workers that are lost at the same time take one repair.
         snapshot_every_n_steps: After this number of optimizer steps, every worker takes a snapshot.
-        verify_every_n_steps: Every n-th optimizer step, and what runs before it since the last one, is computed a
-            second time and compared; 0: none.
+        verify_every_n_steps: Every n-th optimizer step, with all computation since the step before it, is computed a
+            second time and compared. With 0, no step is verified.
     """
 
     max_restarts: int
@@ -36,12 +36,12 @@ class RecoverySettings:
 
 @dataclass(frozen=True)
 class Repair:
-    """Lost workers have been replaced.
+    """A record of one replacement of lost workers.
 
     Attributes:
-        time: When, in seconds since 1970.
+        time: The time of the repair, in seconds since 1970.
         lost: Which worker was lost, and how.
-        seconds: How long it took.
+        seconds: The duration of the repair.
         num_messages: The number of orders and values that the driver and the new workers have sent again.
     """
 
@@ -60,7 +60,7 @@ class Repairs:
         kill: Kills all workers.
         replace: Starts new workers and repeats the log. Its arguments are the failures of the next session, and a
             message that says which worker was lost. It returns the number of repeated operations.
-        done: The repairs so far, including those of earlier pipelines of the run. Each repair adds an entry.
+        done: The repairs so far, including repairs of earlier pipelines of the run. Each repair adds an entry.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Repairs:
         self._thread.start()
 
     def end(self) -> None:
-        """Stop replacing workers; wait until a replacement that has begun is over."""
+        """Stop replacing workers; wait until a repair that has begun is over."""
         self._has_ended.set_result(None)
         self._thread.join()
 
@@ -90,13 +90,13 @@ class Repairs:
         try:
             while self._repair_next():
                 pass
-        finally:  # after an error of this thread too, no thread must wait for it
+        finally:  # even after an error in this thread, no thread must wait for it
             repair = self._log.failures.repair
             if repair is not None and not repair.done():
                 repair.set_result(None)
 
     def _repair_next(self) -> bool:
-        """Wait for a failure and repair it; return whether there may be more."""
+        """Wait for a failure and repair it; return whether more failures may follow."""
         failures = self._log.failures
         wait([failures.first, self._has_ended], return_when=FIRST_COMPLETED)
         if self._has_ended.done():
@@ -105,7 +105,7 @@ class Repairs:
         if failures.raised or not self._may_repair(cause):
             return False
         begin, lost = time.perf_counter(), str(cause)
-        self._kill()  # which ends the waits of threads that hold the lock
+        self._kill()  # this ends the waits of threads that hold the lock
         with self._log.lock:
             successor, found = self._replaced(cause)
             if isinstance(found, BaseException):
@@ -116,12 +116,12 @@ class Repairs:
             successor.repair = Future()
             self._log.failures = successor
             failures.give_way_to(successor)
-        with suppress(Warning):  # the user may have made errors of warnings
+        with suppress(Warning):  # the user may have turned warnings into errors
             warnings.warn(f"{lost}\nThe workers have been replaced in {seconds:.1f} s.", stacklevel=1)
         return True
 
     def _replaced(self, cause: BaseException) -> tuple[Failures, int | BaseException]:
-        """Replace the workers, again if one is lost meanwhile.
+        """Replace the workers, and repeat this if a worker is lost during the repair.
 
         Returns:
             The failures of the next session, and the number of repeated operations or the error that ends the run.
@@ -143,7 +143,7 @@ class Repairs:
             self._kill()
 
     def _may_repair(self, cause: BaseException) -> bool:
-        """Count a failure if it is the loss of a worker; return whether the workers are to be replaced."""
+        """Count a failure if it is the loss of a worker; return whether the workers must be replaced."""
         is_loss = isinstance(cause, WorkerLost) and not self._has_ended.done()
         self._num_lost += is_loss
         return is_loss and self._num_lost <= self._max_restarts

@@ -1,12 +1,12 @@
 """The drivers of several replicas, which replace their workers together.
 
-    driver 0   ✗ a worker is lost ── announces ─────────── agrees ── new workers, the log once more
+    driver 0   ✗ a worker is lost ── announces ─────────── agrees ── new workers, the log again
                                         │                    │
-    driver 1                       hears of it ─ ends its ── agrees ── new workers, the log once more
+    driver 1                       hears of it ─ ends its ── agrees ── new workers, the log again
                                                  workers
 
-The replicas of a stage are connected with each other, so none can go on with others than those that it has begun with.
-Collective operations between drivers are not disturbed.
+The replicas of a stage are connected to each other, so a worker cannot continue when the worker of another replica is
+replaced. Collective operations between drivers are not disturbed.
 """
 
 import threading
@@ -41,7 +41,7 @@ class Together:
 
     @property
     def round(self) -> int:
-        """How often the replicas have replaced their workers."""
+        """The number of times that the replicas have replaced their workers."""
         return self._rounds.number
 
     def agree(self, lost: str, numbers: Sequence[int], before: Failures, failures: Failures) -> int:
@@ -50,14 +50,14 @@ class Together:
         Args:
             lost: Which worker was lost, and how.
             numbers: The numbers of the snapshots from which this pipeline can start.
-            before: The failures of the session that is over. The wait ends when one of them is raised to the user.
+            before: The failures of the session that is over. The wait ends when one of these is raised to the user.
             failures: The failures of the session that begins.
 
         Returns:
             The number of the last snapshot from which all replicas can start.
 
         Raises:
-            RuntimeError: If another driver has ended its run, or there is no such snapshot.
+            RuntimeError: If another driver has ended its run, or if the replicas have no snapshot in common.
         """
         with self._lock:
             self._rounds.announce(f"in replica {self._rounds.rank}: {lost}")
@@ -68,7 +68,7 @@ class Together:
         return number
 
     def end_together(self, failures: Failures) -> None:
-        """Wait until no driver needs its workers any more. Replace workers that are lost meanwhile."""
+        """Wait until no driver needs its workers any more. Replace workers that are lost during the wait."""
         with suppress(MemberGone, dist.DistError):
             while not self._rounds.pass_gate(lambda: failures.any or self._has_heard):
                 failures.settle()
@@ -78,7 +78,7 @@ class Together:
         self._ended.set()
 
     def end(self) -> None:
-        """Leave the other drivers, which can replace no workers from now on."""
+        """Disconnect from the other drivers, which cannot replace workers from now on."""
         self._ended.set()
         self._thread.join()
         with suppress(dist.DistError):  # rank 0 has ended

@@ -1,10 +1,10 @@
-"""Finds the process that computes wrongly: a step is computed twice from one snapshot, and the two are compared.
+"""Finds the process that computes wrongly: computes a step twice from one snapshot, and compares the two results.
 
     driver    snapshot 3 │ run │ value sent │ value received │ step │ snapshot 4 │ back to 3 │ the log again │ compare
     worker                 journal of what it sends and receives                   second journal, state against 4
 
-All values and states must be equal, bit by bit. What follows from a wrong value is wrong too, so the guilty stage is
-the one that has received equal values and has sent a different one, or has only ended in a different state.
+All values and states must be equal, bit by bit. Values computed from a wrong value are wrong too. So the faulty stage
+is the stage that received equal values both times but sent a different value, or only ended in a different state.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from strategies.pipeline.transport.journal import Comparison, Message
 
 
 class ComputedWrongly(RuntimeError):
-    """A step that was computed twice gave different values."""
+    """Raised if a step that was computed twice gave different values."""
 
 
 def check_repeated(
@@ -25,11 +25,11 @@ def check_repeated(
 
     Args:
         remotes: The stages on workers.
-        comparisons: What each of them has computed.
-        differences: What the driver received the second time and was different.
+        comparisons: The comparison of each stage on a worker.
+        differences: The values that the driver received the second time and that were different.
 
     Raises:
-        ComputedWrongly: If one value is different.
+        ComputedWrongly: If a value is different.
     """
     found = first_differences(comparisons, differences)
     if found:
@@ -43,11 +43,11 @@ def check_repeated(
 
 
 def first_differences(comparisons: Sequence[Comparison], differences: Sequence[NotRepeated]) -> list[str]:
-    """Describe the differences that do not follow from others.
+    """Describe the differences that are not caused by other differences.
 
     Args:
-        comparisons: What each stage on a worker has computed.
-        differences: What the driver received the second time and was different.
+        comparisons: The comparison of each stage on a worker.
+        differences: The values that the driver received the second time and that were different.
     """
     driver = len(comparisons)
     found: list[str] = []
@@ -75,7 +75,7 @@ def first_differences(comparisons: Sequence[Comparison], differences: Sequence[N
 
 
 def _first_difference(comparison: Comparison) -> tuple[Message | None, Message | None] | None:
-    """Return the first message that is different the second time; ``None`` if there is none, or nothing to compare."""
+    """Return the first message that is different the second time; ``None`` if all are equal or nothing is compared."""
     first, second = comparison.first, comparison.second
     if first is None:
         return None
@@ -85,7 +85,7 @@ def _first_difference(comparison: Comparison) -> tuple[Message | None, Message |
 
 
 def _has_sent(sender: Comparison, receiver: int, before: Message | None, after: Message | None) -> bool:
-    """Return whether what a stage has received both times is what the other stage has sent."""
+    """Return whether a stage has received, both times, what the other stage has sent."""
     return all(
         received is None or journal is None or any(_is_same(sent, received, receiver) for sent in journal)
         for received, journal in ((before, sender.first), (after, sender.second))
