@@ -101,8 +101,15 @@ def _arguments(docstring: str) -> list[tuple[str, str]]:
 def _markdown(text: str) -> str:
     """Turn the reStructuredText of a docstring into Markdown, with links to the pages that it names."""
     text = re.sub(r":\w+:`~?[\w.]*?(\w+)`", r"`\1`", text.strip()).replace("``", "`")
-    text = re.sub(r"`docs/([\w/-]+\.md)`", lambda match: f"[{Path(match[1]).stem}]({match[1]})", text)
+    text = re.sub(r"`docs/([\w/-]+\.md)`", lambda match: f"[{_title_of(match[1])}]({match[1]})", text)
     return re.sub(r" +$", "", text, flags=re.MULTILINE)
+
+
+def _title_of(page: str) -> str:
+    """Return the text of a link to a page: its heading, or the number of a record."""
+    if page.startswith("decisions/"):
+        return f"record {Path(page).name[:3]}"
+    return (PAGE.parent / page).read_text().split("\n", 1)[0].removeprefix("# ")
 
 
 if __name__ == "__main__":
