@@ -8,11 +8,12 @@ In: the arguments of a strategy, and calls of the Trainer. Out: processes that t
 contents that one process would write. Imports nothing of ``trainer``.
 
 The names below are imported on first use (PEP 562), because ``strategies.pipeline``, which every worker process
-imports, must not import Lightning, whose import takes 1.6 s. ``registry`` tells Lightning the names of the strategies.
+imports, must not import Lightning, whose import takes 1.6 s. ``lightning.registry`` tells Lightning the names of the
+strategies.
 """
 
 from strategies.common.names import imported_on_first_use
-from strategies.registry import register_names
+from strategies.lightning.registry import register_names
 
 _MODULE_OF = {
     "StrategyPlugin": "strategies.base",

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 # What ``Trainer(strategy=...)`` knows beside Lightning's names: the name and the attribute of ``strategies``. Under
-# Lightning's own Trainer, "ddp" stays Lightning's (``strategies.registry``).
+# Lightning's own Trainer, "ddp" stays Lightning's (``strategies.lightning.registry``).
 PLUGINS = {
     "ddp": "DDPStrategy",
     "rpc_sequential": "RPCSequentialStrategy",

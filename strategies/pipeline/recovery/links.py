@@ -13,11 +13,11 @@ from typing import Any
 from strategies.pipeline.recovery.log import Log, NotRepeated, copied
 from strategies.pipeline.stage.edges import tensors_of
 from strategies.pipeline.transport.channel import Arrived, Arriving
-from strategies.pipeline.transport.interface import InChannel, OutChannel, Transport
+from strategies.pipeline.transport.interface import AroundTransport, InChannel, OutChannel, Transport
 from strategies.pipeline.transport.journal import Fingerprint, fingerprint
 
 
-class LoggedTransport:
+class LoggedTransport(AroundTransport):
     """Connects to the workers of the present session; see :class:`~strategies.pipeline.transport.interface.Transport`.
 
     Args:
@@ -28,7 +28,8 @@ class LoggedTransport:
     is_ordered = False
 
     def __init__(self, log: Log, transport: Transport) -> None:
-        self._log, self._transport = log, transport
+        super().__init__(transport)
+        self._log = log
         self._channels: list[LoggedSender | LoggedReceiver] = []
 
     def connect(self, transport: Transport) -> None:
@@ -48,15 +49,6 @@ class LoggedTransport:
         receiver.open(self._transport)
         self._channels.append(receiver)
         return receiver
-
-    def fail(self) -> None:
-        self._transport.fail()
-
-    def abort(self) -> None:
-        self._transport.abort()
-
-    def let_go(self) -> None:
-        self._transport.let_go()
 
     def close(self) -> None:
         """Do nothing: the transport of a session is closed with the session."""

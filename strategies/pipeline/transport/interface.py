@@ -68,6 +68,29 @@ class Transport(Protocol):
         """Release the resources of the channels, even if values are being sent."""
 
 
+class AroundTransport:
+    """Base of a transport around another one, which does what concerns all channels.
+
+    Args:
+        transport: The other transport.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def fail(self) -> None:
+        self._transport.fail()
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    def let_go(self) -> None:
+        self._transport.let_go()
+
+    def close(self) -> None:
+        self._transport.close()
+
+
 class HostTransport:
     """Sends payloads over gloo, through host memory.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from strategies.common.trees import tensors_in
 from strategies.pipeline.transport.channel import Arrived, Arriving
-from strategies.pipeline.transport.interface import InChannel, OutChannel, Transport
+from strategies.pipeline.transport.interface import AroundTransport, InChannel, OutChannel, Transport
 
 Fingerprint = tuple[Any, ...]
 
@@ -73,7 +73,7 @@ class Comparison:
     state: list[str]
 
 
-class JournaledTransport:
+class JournaledTransport(AroundTransport):
     """Keeps a journal of the values on all channels, between :meth:`begin` and :meth:`take`.
 
     A channel that has been opened before is the same channel again, because its other end stays open.
@@ -83,7 +83,8 @@ class JournaledTransport:
     """
 
     def __init__(self, transport: Transport) -> None:
-        self._transport, self.is_ordered = transport, transport.is_ordered
+        super().__init__(transport)
+        self.is_ordered = transport.is_ordered
         self._senders: dict[tuple[int, int], JournaledSender] = {}
         self._receivers: dict[tuple[int, int], JournaledReceiver] = {}
         self._messages: list[Message] | None = None
@@ -111,18 +112,6 @@ class JournaledTransport:
         if (peer, tag) not in self._receivers:
             self._receivers[peer, tag] = JournaledReceiver(self, self._transport.receiver(peer, tag), peer, tag)
         return self._receivers[peer, tag]
-
-    def fail(self) -> None:
-        self._transport.fail()
-
-    def abort(self) -> None:
-        self._transport.abort()
-
-    def let_go(self) -> None:
-        self._transport.let_go()
-
-    def close(self) -> None:
-        self._transport.close()
 
 
 class JournaledSender:

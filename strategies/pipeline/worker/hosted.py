@@ -56,10 +56,12 @@ class Repeated:
 
     Attributes:
         first: What the stage sent and received the first time.
+        recorder: What records the passes of the stage. It records the first computation only.
         state: The names of the tensors of its state that differ from the first time.
     """
 
     first: list[Message] | None
+    recorder: ActionRecorder | None
     state: list[str] = field(default_factory=list)
 
 
@@ -376,17 +378,16 @@ class HostedStage(StageCommands):
         self._journal.begin()
 
     def go_back(self, number: int, address: SlotAddress) -> None:
-        self._repeated = Repeated(self._journal.take())
+        self._repeated = Repeated(self._journal.take(), self._stage.recorder)
         state = self._slots.read(address, number)
         state.shelf = {**self.shelf, **state.shelf}  # others may read what has been captured since
-        recorder = self._stage.recorder
         self._begin(state, self._placed(state))
-        self._stage.recorder = recorder
         self._journal.begin()
 
     def compare(self) -> Comparison:
         repeated, self._repeated = self._repeated, None
         assert repeated is not None
+        self._stage.recorder = repeated.recorder
         return Comparison(repeated.first, self._journal.take() or [], repeated.state)
 
     @property
@@ -397,7 +398,8 @@ class HostedStage(StageCommands):
     # Profiling
 
     def start_recording(self) -> None:
-        self._stage.recorder = ActionRecorder(self._stage.device)
+        if self._repeated is None:
+            self._stage.recorder = ActionRecorder(self._stage.device)
 
     def stop_recording(self) -> Recorded:
         recorder, self._stage.recorder = self._stage.recorder, None

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -92,12 +93,13 @@ def flip_next_message(change: Callable[[Tensor], None]) -> None:
     send = Sender.send
 
     def flipping(self: Sender, value: Any, *args: Any, **kwargs: Any) -> bool:
-        Sender.send = send  # type: ignore[method-assign]
+        patch.stop()
         tensor = value[0] if isinstance(value, tuple) else value
         own = flipped(tensor.detach(), change).requires_grad_(tensor.requires_grad)
         return send(self, (own, *value[1:]) if isinstance(value, tuple) else own, *args, **kwargs)
 
-    Sender.send = flipping  # type: ignore[method-assign, assignment]
+    patch = mock.patch.object(Sender, "send", flipping)
+    patch.start()
 
 
 class FlippingAdamW(torch.optim.AdamW):
@@ -195,3 +197,27 @@ def test_flipped_bits_are_found(schedule: str) -> None:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_a_hundred_flipped_bits_are_found(schedule: str) -> None:
     run(found_bits, schedule, 100)
+
+
+def recorded_while_verified() -> None:
+    """A recording has the passes of the first computation, whether it is stopped before or after the second one."""
+    counts = []
+    for every in (0, 1):
+        subject = Subject("1f1b", RecoverySettings(1, verify_every_n_steps=every))
+        subject.step(0)
+        recording = subject.pipeline.start_recording(1)
+        subject.step(1)
+        subject.pipeline.verify()
+        recording.stop()
+        later = subject.pipeline.start_recording(2)
+        subject.step(2)
+        later.stop()
+        subject.pipeline.verify()
+        taken = [recording.take(), later.take()]
+        counts.append([[len(each.records) for each in records] for records in taken if records is not None])
+        subject.pipeline.close()
+    assert counts[0] == counts[1] and all(count for recording in counts[0] for count in recording), counts
+
+
+def test_a_recording_has_each_pass_once() -> None:
+    run(recorded_while_verified)

@@ -1,8 +1,5 @@
 """The two packages of Lightning: which one is used, and what objects of the other one come to."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -10,7 +7,7 @@ from typing import Any
 
 import pytest
 import pytorch_lightning as pl
-from paths import ROOT
+from paths import python
 from pytorch_lightning.demos.boring_classes import BoringModel
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
@@ -98,14 +95,6 @@ find = importlib.util.find_spec
 importlib.util.find_spec = lambda name: None if name == "pytorch_lightning" else find(name)
 """
 SHOW = "from strategies.lightning.compat import PACKAGE; print(PACKAGE)"
-
-
-def python(code: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
 
 
 @pytest.mark.slow

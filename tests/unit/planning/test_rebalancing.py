@@ -5,9 +5,8 @@ from typing import Any, cast
 
 import pytest
 import torch
-from pytorch_lightning.demos.boring_classes import BoringModel
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
-from torch import Tensor, nn
+from two_linear import TwoLinear
 
 from strategies import Rebalance, RPCSequentialStrategy, Schedule
 from trainer import Trainer
@@ -38,14 +37,7 @@ def test_arguments(arguments: dict[str, Any], match: str) -> None:
         RPCSequentialStrategy(**arguments)
 
 
-class Net(BoringModel):
-    def __init__(self) -> None:
-        super().__init__()
-        self.sequential_module = nn.Sequential(nn.Linear(32, 8), nn.Linear(8, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.sequential_module(x)
-
+class Net(TwoLinear):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), 0.1)
 

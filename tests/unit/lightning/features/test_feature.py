@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 from paths import ROOT
-from pytorch_lightning.demos.boring_classes import BoringModel
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
-from torch import Tensor, nn
+from two_linear import TwoLinear
 
 from strategies import RPCSequentialStrategy, rpc_sequential
 from strategies.lightning.features.feature import Feature, overriding
@@ -48,15 +47,6 @@ def test_only_features_that_follow_batches_are_called_for_each() -> None:
     assert overriding([Feature(), follows], "on_batches_end") == []
 
 
-class Net(BoringModel):
-    def __init__(self) -> None:
-        super().__init__()
-        self.sequential_module = nn.Sequential(nn.Linear(32, 8), nn.Linear(8, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.sequential_module(x)
-
-
 class Notes(Feature):
     """Notes in which order its hooks are called."""
 
@@ -77,7 +67,7 @@ class Notes(Feature):
 def fit(strategy: RPCSequentialStrategy, folder: Path) -> None:
     settings: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     Trainer(accelerator="cpu", devices=1, strategy=strategy, max_steps=2, default_root_dir=folder, **settings).fit(
-        Net()
+        TwoLinear()
     )
 
 

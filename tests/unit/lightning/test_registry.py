@@ -1,11 +1,7 @@
 """Relay's names under Lightning's own Trainer, by its registry; each case in an interpreter of its own."""
 
-import os
-import subprocess
-import sys
-
 import pytest
-from paths import ROOT
+from paths import python
 
 CASES = [
     ("pytorch_lightning", "strategies"),
@@ -14,14 +10,6 @@ CASES = [
     pytest.param("lightning.pytorch", "Lightning", marks=pytest.mark.slow),
 ]
 """The package of Lightning, and what is imported first."""
-
-
-def python(code: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
 
 
 SHOW = """
