@@ -23,6 +23,7 @@ STRATEGIES = [  # heading, class, file
 DATACLASSES = [  # class, file
     ("Schedule", "strategies/lightning/options.py"),
     ("Rebalance", "strategies/lightning/options.py"),
+    ("Recovery", "strategies/pipeline/recovery/repairs.py"),
 ]
 """Options of one theme, for an argument of the pipeline."""
 

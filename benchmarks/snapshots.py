@@ -21,7 +21,7 @@ from benchmarks.plots import boxes, plot
 from benchmarks.processes import ContestantProcesses
 from benchmarks.report import Effort, Section, Table, ratios, spread
 from strategies.pipeline.driver import Pipeline
-from strategies.pipeline.recovery.repairs import RecoverySettings
+from strategies.pipeline.recovery.repairs import Recovery
 
 SCHEDULES, MICROBATCHES, ROUNDS, KILLS = ("gpipe", "1f1b"), 8, 15, 7
 TINY = Shape(num_blocks=2, width=32, rows=8, length=8)
@@ -67,7 +67,7 @@ class Repairable(Relay):
         recovery: How lost workers are replaced; ``None`` if they are not.
     """
 
-    def __init__(self, number: int, shape: Shape, schedule: str, recovery: RecoverySettings | None) -> None:
+    def __init__(self, number: int, shape: Shape, schedule: str, recovery: Recovery | None) -> None:
         super().__init__(number, shape, schedule)
         self.recovery = recovery
 
@@ -118,13 +118,13 @@ class Repairable(Relay):
 
 def main(effort: Effort) -> Section:
     rounds, kills = effort.rounds_or(ROUNDS), 1 if effort.tiny else KILLS
-    shape, settings = TINY if effort.tiny else Shape(), RecoverySettings(max_restarts=kills)
+    shape, settings = TINY if effort.tiny else Shape(), Recovery(max_restarts=kills)
     costs, repairs, pictured = [], [], {}
     for schedule in SCHEDULES:
         relays = {kind: ContestantProcesses(Repairable, shape, schedule, kind) for kind in (settings, None)}
         for relay in relays.values():
             relay.call("begin")
-        turns: dict[RecoverySettings | None, list[Turn]] = {settings: [], None: []}
+        turns: dict[Recovery | None, list[Turn]] = {settings: [], None: []}
         for number in range(rounds):
             for kind in (settings, None) if number % 2 else (None, settings):
                 turns[kind] += relays[kind].call("turn")

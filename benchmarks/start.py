@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.plots import boxes, plot
 from benchmarks.processes import ContestantProcesses
 from benchmarks.report import Effort, Section, Table, quartiles, spread
-from strategies import RPCSequentialStrategy
+from strategies import Recovery, RPCSequentialStrategy
 
 ROUNDS, WIDTH, LAYERS, ROWS, STEPS, LATER = 5, 8, 4, 8, 4, 3
 KINDS = ("first fit", "second fit, at once", "later fit", "repair in the first fit", "repair in the second fit")
@@ -64,7 +64,7 @@ def worker_of_this_process() -> int:
 
 def fitted(*, stages: int, lose_worker_at: int | None = None) -> float:
     """Run a fit; return the milliseconds from its call, or from the loss of its worker, to the next batch."""
-    strategy = RPCSequentialStrategy("even", microbatches=2, max_restarts=1) if stages > 1 else "single_device"
+    strategy = RPCSequentialStrategy("even", microbatches=2, recovery=Recovery(1)) if stages > 1 else "single_device"
     trainer = pytorch_lightning.Trainer(
         accelerator="cpu",
         devices=stages,

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from benchmarks.contestants import Shape, endless, loss_of, make_optimizer
 from benchmarks.processes import ContestantProcesses
 from benchmarks.report import Effort, Section, Table, spread
-from strategies import RPCSequentialStrategy
+from strategies import Recovery, RPCSequentialStrategy
 
 PERIODS, ROUNDS, MICROBATCHES, UNDISTURBED_SECONDS, WARM_UP = (15.0, 60.0), 2, 8, 20.0, 2
 LEAST_SECONDS = 45.0
@@ -90,7 +90,7 @@ class Fits:
             "even",
             microbatches=MICROBATCHES,
             schedule="1f1b",
-            max_restarts=0 if period is None else MOST_KILLS,
+            recovery=None if period is None else Recovery(MOST_KILLS),
         )
         trainer = pytorch_lightning.Trainer(
             accelerator="cpu",

@@ -63,7 +63,7 @@ from strategies.optim.restricted import check_optimizer_states
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.partition.memory import DevicePlacement, check_memory
 from strategies.pipeline.partition.sequential import Pipelined, cut
-from strategies.pipeline.recovery.repairs import Repair
+from strategies.pipeline.recovery.repairs import Recovery, Repair
 from strategies.pipeline.schedule.planned import PlannedSchedule
 from strategies.pipeline.state.stand_ins import without_layers, without_meta_tensors
 from strategies.sharding.states import gather_state_dict
@@ -201,17 +201,9 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             ``python -m strategies.checkpoint.consolidate`` turns it into one file.
         async_save: If ``True``, training continues while a checkpoint is written from a copy in host memory. Default:
             ``False``.
-        max_restarts: How many times one ``fit``, ``validate``, ``test`` or ``predict`` may replace lost workers. When a
-            worker dies or hangs, new workers start from the last snapshot, and the driver sends them again everything
-            that it has sent since then. The script continues, and its results equal those of an undisturbed run. For
-            pipelines on CPUs of one Linux host; see ``docs/lost_workers.md``. Default: 0, the first error ends the run.
-        snapshot_every_n_steps: With ``max_restarts``, the number of optimizer steps after which every worker takes a
-            snapshot: it copies its part of the model and of the optimizer states into memory that outlives it. When a
-            worker is lost, new workers repeat the computation since the last snapshot. Default: 1.
-        verify_every_n_steps: The workers compute every n-th optimizer step a second time, from a copy of the state
-            before it. If a value or a weight differs in a single bit, an error names the stage: a layer is not
-            deterministic, or a core or its memory is faulty. The driver's layers are not verified. For the same
-            pipelines as ``max_restarts``; see ``docs/lost_workers.md``. Default: 0, no step is verified.
+        recovery: How lost workers are replaced and which steps are computed a second time, such as
+            :class:`Recovery(max_restarts=3) <strategies.pipeline.recovery.repairs.Recovery>`. For pipelines on CPUs of
+            one Linux host; see ``docs/lost_workers.md``. Default: ``None``, the first error ends the run.
         rebalance: ``"auto"`` allows layers to move to other stages at the end of each training epoch. They move if
             recorded steps predict that this saves a tenth of the time of the passes, for example after the process of a
             stage has become slow. A :class:`~strategies.lightning.options.Rebalance` sets the interval and the share of
@@ -247,9 +239,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         shard_optimizer_states: bool = False,
         state_dict_type: str = "full",
         async_save: bool = False,
-        max_restarts: int = 0,
-        snapshot_every_n_steps: int = 1,
-        verify_every_n_steps: int = 0,
+        recovery: Recovery | None = None,
         rebalance: Rebalance | Literal["auto"] | None = None,
         gather_on_end: bool | None = None,
         accelerator: Any | None = None,
@@ -272,9 +262,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             shard_optimizer_states,
             state_dict_type,
             async_save,
-            max_restarts,
-            snapshot_every_n_steps,
-            verify_every_n_steps,
+            recovery,
             rebalance,
             gather_on_end,
         )
@@ -290,7 +278,9 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         ]
         """What a run can do besides training. Features can be added before the first run; see CONTRIBUTING.md."""
         parallel = (accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
-        super().__init__(data_parallel_size, *parallel, replaces_workers=max_restarts > 0)
+        super().__init__(
+            data_parallel_size, *parallel, replaces_workers=recovery is not None and recovery.max_restarts > 0
+        )
         self._timeout = timedelta(seconds=settings.patience_seconds)
         self._state_dict_type, self._async_save = state_dict_type, async_save
         self._run: Run | None = None

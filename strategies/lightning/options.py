@@ -14,6 +14,7 @@ from strategies.lightning.arguments import as_misconfiguration
 from strategies.lightning.compat import MisconfigurationException
 from strategies.lightning.search_settings import SearchSettings
 from strategies.pipeline.executor.settings import Settings
+from strategies.pipeline.recovery.repairs import Recovery
 
 BALANCES = ("even", "by_size", "by_time")
 """The named ways to balance stages."""
@@ -87,9 +88,7 @@ class Options:
     shard_optimizer_states: bool
     state_dict_type: str
     async_save: bool
-    max_restarts: int
-    snapshot_every_n_steps: int
-    verify_every_n_steps: int
+    recovery: Recovery | None
     rebalance: Rebalance | Literal["auto"] | None
     gather_on_end: bool | None
 

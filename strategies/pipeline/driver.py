@@ -58,8 +58,8 @@ from strategies.pipeline.partition.blocks.calls import Value, call_blocks
 from strategies.pipeline.partition.blocks.recorder import DeferredBlocks, FindRows
 from strategies.pipeline.partition.bypass import BypassCheck
 from strategies.pipeline.partition.sequential import Pipelined, cut
-from strategies.pipeline.recovery.recovery import Recovery
-from strategies.pipeline.recovery.repairs import RecoverySettings, Repair
+from strategies.pipeline.recovery.recovery import Recoverer
+from strategies.pipeline.recovery.repairs import Recovery, Repair
 from strategies.pipeline.stage.edges import Edges
 from strategies.pipeline.stage.layers import PassContext, Seeds, call_in_turn
 from strategies.pipeline.stage.microbatch.split import NoChunk
@@ -241,7 +241,7 @@ class Pipeline(NotCopyable):
         is_reversed: bool = False,
         construction: Construction | None = None,
         gathers_on_end: bool = True,
-        recovery: RecoverySettings | None = None,
+        recovery: Recovery | None = None,
         together: Callable[[], Rounds] | None = None,
     ) -> None:
         self.module, self._is_reversed = module, is_reversed
@@ -250,8 +250,7 @@ class Pipeline(NotCopyable):
         if recovery is not None and settings.data_plane not in (AUTO, GLOO):
             raise ValueError(
                 "lost workers are replaced and steps verified under data_plane='gloo' only, got "
-                f"data_plane={settings.data_plane!r}. Use 'gloo' or 'auto', or leave max_restarts and "
-                "verify_every_n_steps out."
+                f"data_plane={settings.data_plane!r}. Use 'gloo' or 'auto', or leave recovery out."
             )
         self._plane = settings.plane(devices, hosts) if recovery is None else GLOO
         self.programs = settings.programs(len(devices), ordered=self._plane != GLOO)
@@ -280,7 +279,7 @@ class Pipeline(NotCopyable):
         self._workers: Workers | Ranks | None = None
         """The processes of the current session."""
         self._recovery_settings, self._together = recovery, together
-        self._recovery: Recovery | None = None
+        self._recovery: Recoverer | None = None
         if recovery is not None:
             check_snapshots(devices=devices, num_hosts=len(set(hosts)))
         self.repairs: list[Repair] = []
@@ -553,7 +552,7 @@ class Pipeline(NotCopyable):
         """The memory of all processes that is used to replace lost workers, in bytes."""
         return self._recovery.size_bytes if self._recovery is not None else 0
 
-    def _recovering(self, workers: _Workers, session: ExitStack, threads: int, ending: ExitStack) -> Recovery | None:
+    def _recovering(self, workers: _Workers, session: ExitStack, threads: int, ending: ExitStack) -> Recoverer | None:
         """Return the object that replaces lost workers; ``None`` if a lost worker ends the run."""
         if self._recovery_settings is None or not workers.remotes:
             return None
@@ -572,7 +571,7 @@ class Pipeline(NotCopyable):
             assert again.transport is not None
             return again.transport
 
-        recovery = Recovery(
+        recovery = Recoverer(
             self._recovery_settings,
             self.failures,
             workers.transport,

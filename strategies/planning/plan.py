@@ -179,7 +179,7 @@ class PipelineOptions:
             num_nodes,
             given.loss_weight,
             [name for name in ("max_microbatches", "memory_limit_bytes") if getattr(given.order, name) is not None],
-            NUM_SLOTS if given.max_restarts else 0,
+            NUM_SLOTS if given.recovery is not None and given.recovery.max_restarts else 0,
             given.gather_on_end,
         )
 
@@ -689,7 +689,7 @@ class _Plan:
         if num := self._options.num_snapshots:
             size = num * need.total / 2**20
             self._notes.append(
-                f"max_restarts takes {size:,.1f} MiB of memory on all processes together, which is not in these "
+                f"recovery takes {size:,.1f} MiB of memory on all processes together, which is not in these "
                 f"figures: {num} copies of parameters, gradients and optimizer states"
             )
 

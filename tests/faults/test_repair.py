@@ -34,7 +34,7 @@ from repair_job import (
 )
 from torch import Tensor
 
-from strategies import Rebalance, RPCSequentialStrategy
+from strategies import Rebalance, Recovery, RPCSequentialStrategy
 from strategies.common.errors import WorkerLost
 from strategies.pipeline.recovery.verification import ComputedWrongly
 from trainer import PipelineMonitor, Trainer
@@ -153,7 +153,7 @@ def not_deterministic() -> str:
             self.sequential_module[1] = Hasty()
 
     with pytest.raises(ComputedWrongly) as caught:
-        repair_job.fit({}, 0, net=RandomNet, options={"verify_every_n_steps": 3}, **EACH_BATCH)
+        repair_job.fit({}, 0, net=RandomNet, options={"recovery": Recovery(verify_every_n_steps=3)}, **EACH_BATCH)
     return str(caught.value)
 
 
@@ -222,11 +222,11 @@ def message_of(kind: type[Exception], function: Callable[[], Any]) -> str:
 
 def lost_too_often() -> list[str]:
     """Errors of fits, and what a fit after them differs in."""
-    fit, one = repair_job.fit, {"options": {"max_restarts": 1}}
+    fit, one = repair_job.fit, {"options": {"recovery": Recovery(1)}}
     messages = [
         message_of(WorkerLost, lambda: fit({3: ["forward-0"]}, 0)),
         message_of(WorkerLost, lambda: fit({3: ["forward-0"], 9: ["backward-1"]}, 1, **one)),
-        message_of(WorkerLost, lambda: fit({3: ["always-forward-0"]}, 2, options={"max_restarts": 3})),
+        message_of(WorkerLost, lambda: fit({3: ["always-forward-0"]}, 2, options={"recovery": Recovery(3)})),
     ]
     return [*messages, *repair_job.differences(fit({4: ["backward-0"]}, 1, **one), fit({}, 0))]
 
@@ -297,31 +297,31 @@ class Unused(PyTorchProfiler):
 def test_where_it_cannot_be_done(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in (-1, 1.0, True, "1", None):
         with pytest.raises(MisconfigurationException, match="max_restarts must be a whole number of at least 0, got "):
-            RPCSequentialStrategy(max_restarts=wrong)
+            RPCSequentialStrategy(recovery=Recovery(wrong))
     for wrong in (0, 1.0, True, "1", None):
         message = "snapshot_every_n_steps must be a whole number of at least 1, got "
         with pytest.raises(MisconfigurationException, match=message):
-            RPCSequentialStrategy(max_restarts=1, snapshot_every_n_steps=wrong)
+            RPCSequentialStrategy(recovery=Recovery(1, wrong))
     with pytest.raises(MisconfigurationException, match="snapshot_every_n_steps=2 has no effect with max_restarts=0"):
-        RPCSequentialStrategy(snapshot_every_n_steps=2)
+        RPCSequentialStrategy(recovery=Recovery(snapshot_every_n_steps=2))
 
     def fit(net: type[Net], **options: Any) -> None:
-        strategy = RPCSequentialStrategy(max_restarts=1)
+        strategy = RPCSequentialStrategy(recovery=Recovery(1))
         trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, **options)
         with warnings.catch_warnings(action="ignore"):
             trainer.fit(net(), [[0]])
 
-    with pytest.raises(MisconfigurationException, match=r"max_restarts .* run steps again, .* PyTorchProfiler"):
+    with pytest.raises(MisconfigurationException, match=r"recovery runs steps again, .* PyTorchProfiler"):
         fit(Net, profiler=Unused())
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr("sys.platform", "darwin")
-        with pytest.raises(MisconfigurationException, match=r"max_restarts .* repeat computation .* only Linux has"):
-            RPCSequentialStrategy(max_restarts=1)
+        with pytest.raises(MisconfigurationException, match=r"recovery repeats computation .* only Linux has"):
+            RPCSequentialStrategy(recovery=Recovery(1))
     for name in ("RANK", "GROUP_RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "MASTER_PORT"):
         monkeypatch.setenv(name, "0")
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "2")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     with pytest.raises(MisconfigurationException, match="the driver's host, but the stages are on 2 hosts"):
-        strategy = RPCSequentialStrategy(max_restarts=1)
+        strategy = RPCSequentialStrategy(recovery=Recovery(1))
         Trainer(accelerator="cpu", devices=1, num_nodes=2, strategy=strategy, logger=False)

@@ -15,7 +15,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from replicas_job import Net, fit
 from torch import Tensor, nn
 
-from strategies import RPCSequentialStrategy
+from strategies import Recovery, RPCSequentialStrategy
 
 TIMEOUT_SECONDS = 200.0
 """Of runs that fail; far above what four interpreters may take to start on a slow machine."""
@@ -109,10 +109,10 @@ def goes_on(num_nodes: int) -> dict[str, Any]:
 
 def replaced() -> dict[str, Any]:
     """A fit whose workers are replaced, and a second one on the same ranks."""
-    strategy = RPCSequentialStrategy(BALANCE, microbatches=3, max_restarts=2)
+    strategy = RPCSequentialStrategy(BALANCE, microbatches=3, recovery=Recovery(2))
     model, trainer = fit(ReplacedNet, strategy, len(BALANCE))
     weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
-    again, _ = fit(Net, RPCSequentialStrategy(BALANCE, microbatches=3, max_restarts=1), len(BALANCE))
+    again, _ = fit(Net, RPCSequentialStrategy(BALANCE, microbatches=3, recovery=Recovery(1)), len(BALANCE))
     return {"losses": model.losses, "weights": weights, "again": again.losses, "is_global_zero": trainer.is_global_zero}
 
 

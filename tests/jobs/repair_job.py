@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanSquaredError
 
-from strategies import RPCSequentialStrategy
+from strategies import Recovery, RPCSequentialStrategy
 from strategies.checkpoint.consolidate import consolidate
 from strategies.lightning.compat import unwrapped
 from trainer import Trainer
@@ -372,7 +372,7 @@ def fit(
     pl.seed_everything(1, verbose=False)
     model = net()
     balance = [5, 7] if stages == 2 else [2] * 6 if schedule in ("interleaved", "zbv") else [2, 4, 6]
-    repairs = {"max_restarts": MAX_RESTARTS, "snapshot_every_n_steps": every_n_steps} if every_n_steps else {}
+    repairs = {"recovery": Recovery(MAX_RESTARTS, every_n_steps)} if every_n_steps else {}
     strategy = Strategy(
         balance,
         microbatches=2,
@@ -470,8 +470,9 @@ def disturbed(cases: Sequence[tuple[Kills, int]], **options: Any) -> list[tuple[
 def verified(every_n_steps: int, kills: Kills, **options: Any) -> list[str]:
     """In what a fit whose steps are verified differs from one that does nothing twice."""
     expected = fit({}, 0, **options)
-    settings = {**options.pop("options", {}), "verify_every_n_steps": every_n_steps}
-    return differences(fit(kills, 1 if kills else 0, options=settings, **options), expected)
+    recovery = Recovery(MAX_RESTARTS if kills else 0, verify_every_n_steps=every_n_steps)
+    settings = {**options.pop("options", {}), "recovery": recovery}
+    return differences(fit(kills, 0, options=settings, **options), expected)
 
 
 class Hasty(Killable):
@@ -516,7 +517,7 @@ def evaluate(*, is_disturbed: bool, schedule: str = "gpipe") -> dict[str, Any]:
     """What ``validate``, ``test`` and ``predict`` come to."""
     pl.seed_everything(1, verbose=False)
     model, recorder = Net(), Recorder()
-    repairs = {"max_restarts": 2} if is_disturbed else {}
+    repairs = {"recovery": Recovery(2)} if is_disturbed else {}
     strategy = Strategy([2, 4, 6], microbatches=2, schedule=schedule, **repairs)
     trainer = Trainer(
         accelerator="cpu",

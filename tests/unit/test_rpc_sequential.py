@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed import rpc
 from torch.utils.data import DataLoader
 
-from strategies import RPCSequentialStrategy, Schedule
+from strategies import Recovery, RPCSequentialStrategy, Schedule
 from strategies.launch import workers as launch
 from strategies.launch.workers import Workers
 from strategies.lightning.features.precision import check_mixed_precision
@@ -931,16 +931,16 @@ def test_the_command_line(mistake: str, capsys: pytest.CaptureFixture[str], monk
 def test_no_worker_can_be_lost_with_a_single_stage() -> None:
     with pytest.warns(
         UserWarning,
-        match=r"max_restarts .* have no effect with a single stage.*Set devices to 2 or more",
+        match=r"recovery has no effect with a single stage.*Set devices to 2 or more",
     ):
-        trainer = fit(Model(), devices=1, max_restarts=1)
+        trainer = fit(Model(), devices=1, recovery=Recovery(1))
     assert trainer.global_step == 2
 
 
 def test_a_setting_of_repairs_without_repairs() -> None:
     message = "snapshot_every_n_steps=2 has no effect with max_restarts=0, .*: set max_restarts to 1 or more, or leave"
     with pytest.raises(MisconfigurationException, match=message):
-        RPCSequentialStrategy(snapshot_every_n_steps=2)
+        RPCSequentialStrategy(recovery=Recovery(snapshot_every_n_steps=2))
 
 
 def test_mixed_precision_on_devices_of_two_kinds() -> None:

@@ -51,12 +51,7 @@ KEPT = (
 _IN_FLOAT64 = (None, 32, "32", "32-true")
 """Precisions that the runs replace with float64, if the model allows it."""
 
-_LEFT_OUT = {
-    "max_restarts": 0,
-    "snapshot_every_n_steps": 1,
-    "verify_every_n_steps": 0,
-    "rebalance": None,
-}
+_LEFT_OUT = {"recovery": None, "rebalance": None}
 """Settings of a pipeline that do not apply to a reference with one stage."""
 
 

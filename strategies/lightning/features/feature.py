@@ -20,7 +20,7 @@ from strategies.lightning.run import Preparation, Run, TrainingStep
 from strategies.pipeline.construction.recording import Construction
 from strategies.pipeline.driver import ModelCopy, Pipeline
 from strategies.pipeline.optim.replicas import Replicas
-from strategies.pipeline.recovery.repairs import RecoverySettings
+from strategies.pipeline.recovery.repairs import Recovery
 from strategies.pipeline.stage.layers import Seeds
 
 
@@ -30,7 +30,7 @@ class PipelineArguments(TypedDict, total=False):
     construction: Construction | None
     copies: Sequence[ModelCopy]
     gathers_on_end: bool
-    recovery: RecoverySettings | None
+    recovery: Recovery | None
     replicas: Replicas | None
     seeds: Seeds | None
     skips_infinite_steps: bool

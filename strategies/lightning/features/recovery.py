@@ -12,7 +12,7 @@ from strategies.lightning.features.feature import Feature, MemoryArguments, Pipe
 from strategies.lightning.launch.replicas import ReplicatedStrategy
 from strategies.lightning.options import Options
 from strategies.lightning.run import Preparation
-from strategies.pipeline.recovery.repairs import RecoverySettings
+from strategies.pipeline.recovery.repairs import Recovery
 from strategies.pipeline.state.snapshots import check_snapshots
 from strategies.pipeline.transport.slots import NUM_SLOTS
 
@@ -24,16 +24,18 @@ class LostWorkers(Feature):
         settings: How lost workers are replaced and which steps are verified.
     """
 
-    options = ("max_restarts", "snapshot_every_n_steps", "verify_every_n_steps")
+    options = ("recovery",)
 
-    def __init__(self, settings: RecoverySettings) -> None:
+    def __init__(self, settings: Recovery) -> None:
         self._settings = settings
 
     @classmethod
     def of(cls, options: Options) -> "LostWorkers | None":
         """Return the feature if the options ask for replacing lost workers or verifying steps."""
-        settings = checked_recovery(options.max_restarts, options.snapshot_every_n_steps, options.verify_every_n_steps)
-        return None if settings is None else cls(settings)
+        settings = options.recovery
+        if settings is not None:
+            check_settings(settings)
+        return cls(settings) if settings is not None and settings != Recovery() else None
 
     def check_launch(self, ranks: ReplicatedStrategy) -> None:
         """Check that the stages are on CPUs of one host."""
@@ -47,13 +49,13 @@ class LostWorkers(Feature):
         """
         if prepared.num_stages == 1:
             rank_zero_warn(
-                "max_restarts and verify_every_n_steps have no effect with a single stage, which the driver itself "
-                "runs, because there is no worker that could be lost or compute wrongly. Set devices to 2 or more."
+                "recovery has no effect with a single stage, which the driver itself runs, because there is no worker "
+                "that could be lost or compute wrongly. Set devices to 2 or more."
             )
         elif prepared.is_profiled:
             raise MisconfigurationException(
-                "max_restarts and verify_every_n_steps run steps again, of which PyTorchProfiler would lose or repeat "
-                "the traces. Leave them or the profiler out."
+                "recovery runs steps again, of which PyTorchProfiler would lose or repeat the traces. Leave recovery "
+                "or the profiler out."
             )
 
     def arguments(self, prepared: Preparation, optimizers: Sequence[Optimizer]) -> PipelineArguments:
@@ -79,30 +81,27 @@ def _rounds(prepared: Preparation) -> Callable[[], Rounds]:
     return lambda: Rounds(connect(), ranks.global_rank, ranks.world_size, seconds)
 
 
-def checked_recovery(
-    max_restarts: int, snapshot_every_n_steps: int, verify_every_n_steps: int
-) -> RecoverySettings | None:
-    """Return how lost workers are repaired and which steps are verified.
-
-    Returns:
-        The settings; ``None`` if lost workers are not repaired and no steps are verified.
+def check_settings(settings: Recovery) -> None:
+    """Check the numbers of ``Recovery(...)``.
 
     Raises:
         MisconfigurationException: If a number is wrong, if ``snapshot_every_n_steps`` has no effect, or if this system
             cannot take snapshots.
     """
-    check_whole_number("max_restarts", max_restarts, 0)
-    check_whole_number("snapshot_every_n_steps", snapshot_every_n_steps, 1)
-    check_whole_number("verify_every_n_steps", verify_every_n_steps, 0)
-    if snapshot_every_n_steps != 1 and not max_restarts:
+    if not isinstance(settings, Recovery):
         raise MisconfigurationException(
-            f"snapshot_every_n_steps={snapshot_every_n_steps} has no effect with max_restarts=0, because lost workers "
-            "are not repaired: set max_restarts to 1 or more, or leave snapshot_every_n_steps out."
+            f"recovery must be None or a Recovery, such as Recovery(max_restarts=3), got {settings!r}."
         )
-    if not (max_restarts or verify_every_n_steps):
-        return None
-    check_repairs(devices=[], num_hosts=1)
-    return RecoverySettings(max_restarts, snapshot_every_n_steps, verify_every_n_steps)
+    check_whole_number("max_restarts", settings.max_restarts, 0)
+    check_whole_number("snapshot_every_n_steps", settings.snapshot_every_n_steps, 1)
+    check_whole_number("verify_every_n_steps", settings.verify_every_n_steps, 0)
+    if settings.snapshot_every_n_steps != 1 and not settings.max_restarts:
+        raise MisconfigurationException(
+            f"snapshot_every_n_steps={settings.snapshot_every_n_steps} has no effect with max_restarts=0, because lost "
+            "workers are not repaired: set max_restarts to 1 or more, or leave snapshot_every_n_steps out."
+        )
+    if settings != Recovery():
+        check_repairs(devices=[], num_hosts=1)
 
 
 def check_repairs(*, devices: Sequence[torch.device], num_hosts: int) -> None:
@@ -118,6 +117,4 @@ def check_repairs(*, devices: Sequence[torch.device], num_hosts: int) -> None:
     try:
         check_snapshots(devices=devices, num_hosts=num_hosts)
     except ValueError as error:
-        raise MisconfigurationException(
-            f"max_restarts and verify_every_n_steps repeat computation from snapshots, but {error}"
-        ) from error
+        raise MisconfigurationException(f"recovery repeats computation from snapshots, but {error}") from error

@@ -305,7 +305,7 @@ def _snapshots(placement: DevicePlacement, needs: Sequence[Need], held: int, num
             f"{num_snapshots} snapshots of the same, but only {words}.",
             size_bytes,
             "host",
-            "Set max_restarts=0, which disables the snapshots for replacing lost workers.",
+            "Leave recovery out, whose snapshots are for replacing lost workers.",
         )
 
 

@@ -12,7 +12,7 @@ from strategies.pipeline.control.client import Failures, RemoteStage, wait_for_a
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.recovery.links import LoggedTransport
 from strategies.pipeline.recovery.log import Log, NotRepeated
-from strategies.pipeline.recovery.repairs import RecoverySettings, Repair, Repairs
+from strategies.pipeline.recovery.repairs import Recovery, Repair, Repairs
 from strategies.pipeline.recovery.together import Together
 from strategies.pipeline.recovery.verification import check_repeated
 from strategies.pipeline.state.carriers import InSlot
@@ -29,7 +29,7 @@ Restart = Callable[[Failures, Sequence[InSlot], int], Transport]
 The arguments are the failures of the new session, the slots, and how often the replicas have replaced their workers."""
 
 
-class Recovery:
+class Recoverer:
     """Replaces lost workers of a pipeline, from :meth:`start` to :meth:`end`.
 
     Args:
@@ -44,7 +44,7 @@ class Recovery:
 
     def __init__(
         self,
-        settings: RecoverySettings,
+        settings: Recovery,
         failures: Failures,
         transport: Transport,
         remotes: Sequence[RemoteStage],

@@ -19,17 +19,24 @@ from strategies.pipeline.recovery.log import Log
 
 
 @dataclass(frozen=True)
-class RecoverySettings:
-    """How lost workers are replaced.
+class Recovery:
+    """How lost workers are replaced, and which steps are verified; see ``docs/lost_workers.md``.
 
-    Attributes:
-        max_restarts: The maximum number of repairs in one run. Workers that are lost at the same time take one repair.
-        snapshot_every_n_steps: After this number of optimizer steps, every worker takes a snapshot.
-        verify_every_n_steps: Every n-th optimizer step, with all computation since the step before it, is computed a
-            second time and compared. With 0, no step is verified.
+    Args:
+        max_restarts: How many times one ``fit``, ``validate``, ``test`` or ``predict`` may replace lost workers.
+            Workers that are lost at the same time take one repair. When a worker dies or hangs, new workers start from
+            the last snapshot, and the driver sends them again everything that it has sent since then. The script
+            continues, and its results equal those of an undisturbed run. Default: 0, the first error ends the run.
+        snapshot_every_n_steps: With ``max_restarts``, the number of optimizer steps after which every worker takes a
+            snapshot: it copies its part of the model and of the optimizer states into memory that outlives it. When a
+            worker is lost, new workers repeat the computation since the last snapshot. Default: 1.
+        verify_every_n_steps: The workers compute every n-th optimizer step, with all computation since the step before
+            it, a second time from a copy of the state before it. If a value or a weight differs in a single bit, an
+            error names the stage: a layer is not deterministic, or a core or its memory is faulty. The driver's layers
+            are not verified. Default: 0, no step is verified.
     """
 
-    max_restarts: int
+    max_restarts: int = 0
     snapshot_every_n_steps: int = 1
     verify_every_n_steps: int = 0
 

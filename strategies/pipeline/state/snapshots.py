@@ -36,7 +36,7 @@ def check_snapshots(*, devices: Sequence[torch.device], num_hosts: int = 1, are_
     }
     for reason, applies in reasons.items():
         if applies:
-            raise ValueError(f"{reason}. Leave max_restarts and verify_every_n_steps out")
+            raise ValueError(f"{reason}. Leave recovery out")
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,10 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "async_save": (False, False, True),
     "max_restarts": (0, 1, 3),
     "snapshot_every_n_steps": (1, 2),
+    "verify_every_n_steps": (0, 0, 1, 2),
 }
-"""Arguments of ``RPCSequentialStrategy`` and their values; a value that is there twice is drawn twice as often."""
+"""Arguments of ``RPCSequentialStrategy``, and of ``Recovery``, with their values; a value that is there twice is drawn
+twice as often."""
 
 ONLY_WITH = {"snapshot_every_n_steps": "max_restarts"}
 """Arguments that have no effect without another one."""

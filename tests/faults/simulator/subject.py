@@ -9,6 +9,7 @@ import time
 import traceback
 import warnings
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from pytorch_lightning.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from strategies import DDPStrategy, RPCSequentialStrategy, ZeROStrategy
+from strategies import DDPStrategy, Recovery, RPCSequentialStrategy, ZeROStrategy
 from strategies.checkpoint.store import is_sharded, load_sharded, sharded_tensors
 from tests.faults.simulator.cases import ANY_MOMENT, NUM_BATCHES, SANITY, SAVE_EVERY, Case, Fault, Shape
 from tests.faults.simulator.oracle import Error, Outcome, Results
@@ -178,7 +179,11 @@ def _trainer(shape: Shape, saved: Path, traps: Traps, hears: Hears) -> Trainer:
     options = dict(shape.options)
     if shape.strategy == "pipeline":
         replicas = {"data_parallel_size": shape.replicas} if shape.replicas > 1 else {}
-        strategy = RPCSequentialStrategy(rpc_timeout_sec=traps.timeout_seconds, **replicas, **options, balance="even")
+        recovery = Recovery(
+            **{field.name: options.pop(field.name) for field in fields(Recovery) if field.name in options}
+        )
+        fixed: dict[str, Any] = {"rpc_timeout_sec": traps.timeout_seconds, "balance": "even", "recovery": recovery}
+        strategy = RPCSequentialStrategy(**fixed, **replicas, **options)
     else:
         strategy = _STRATEGIES[shape.strategy](**options)
     precision: dict[str, Any] = {"precision": shape.precision}

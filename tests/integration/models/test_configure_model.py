@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from strategies import RPCSequentialStrategy
+from strategies import Recovery, RPCSequentialStrategy
 from trainer import Trainer
 
 ROWS = torch.randn(12, 160, generator=torch.Generator().manual_seed(1))
@@ -298,7 +298,7 @@ def test_the_repair_of_a_lost_worker() -> None:
     expected = Layers()
     train(expected, rows, make_trainer(1, precision="64-true", steps=4))
     model = LosesAWorker()
-    strategy = pipeline(balance=[2, 2, 1], max_restarts=1)
+    strategy = pipeline(balance=[2, 2, 1], recovery=Recovery(1))
     train(model, rows, make_trainer(3, strategy, precision="64-true", steps=4))
     assert model.has_killed and len(strategy.repairs) == 1
     assert_equal(model, expected, tolerance=1e-9)

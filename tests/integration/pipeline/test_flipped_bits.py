@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.optim.optimizers import follow_optimizer
-from strategies.pipeline.recovery.repairs import RecoverySettings
+from strategies.pipeline.recovery.repairs import Recovery
 from strategies.pipeline.recovery.verification import ComputedWrongly
 from strategies.pipeline.stage.layers import PassContext
 from strategies.pipeline.transport.channel import Sender
@@ -124,7 +124,7 @@ class Subject:
         recovery: Which steps are verified.
     """
 
-    def __init__(self, schedule: str, recovery: RecoverySettings) -> None:
+    def __init__(self, schedule: str, recovery: Recovery) -> None:
         torch.manual_seed(0)
         layers = nn.Sequential(
             *(nn.Embedding(CLASSES, WIDTH), Flips(0), Flips(0), Flips(1), Flips(1)), nn.Linear(WIDTH, CLASSES)
@@ -159,7 +159,7 @@ class Subject:
 
 def found_bits(schedule: str, num_cases: int) -> None:
     """In every second step, a bit flips in a worker. It is found in this step, and nothing in the others."""
-    subject, random_number = Subject(schedule, RecoverySettings(0, verify_every_n_steps=1)), random.Random(17)
+    subject, random_number = Subject(schedule, Recovery(0, verify_every_n_steps=1)), random.Random(17)
     for case in range(num_cases):
         kind, stage = random_number.choice(KINDS), random_number.randrange(2)
         order = {
@@ -203,7 +203,7 @@ def recorded_while_verified() -> None:
     """A recording has the passes of the first computation, whether it is stopped before or after the second one."""
     counts = []
     for every in (0, 1):
-        subject = Subject("1f1b", RecoverySettings(1, verify_every_n_steps=every))
+        subject = Subject("1f1b", Recovery(1, verify_every_n_steps=every))
         subject.step(0)
         recording = subject.pipeline.start_recording(1)
         subject.step(1)

@@ -31,7 +31,7 @@ from strategies.pipeline.driver import ModelCopy, Pipeline
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.optim.optimizers import follow_optimizer
 from strategies.pipeline.recovery import recovery
-from strategies.pipeline.recovery.repairs import RecoverySettings, Repair
+from strategies.pipeline.recovery.repairs import Recovery, Repair
 from strategies.pipeline.stage.layers import PassContext
 from strategies.pipeline.state.remote_operations import OnStages
 
@@ -130,7 +130,7 @@ class Training:
         recovery: How lost workers are replaced.
     """
 
-    def __init__(self, schedule: str, recovery: RecoverySettings | None = None) -> None:
+    def __init__(self, schedule: str, recovery: Recovery | None = None) -> None:
         torch.manual_seed(0)
         self.model = Model()
         self.average = copy.deepcopy(self.model)
@@ -231,14 +231,14 @@ def killed_in_each_phase(schedule: str) -> None:
         (2, {0: [("step", 1)], 3: [("snapshot", 0)], 5: [("forward", 1)]}),
         (100, {1: [("forward", 1)], 4: [("backward", 0)]}),
     ):
-        ours = Training(schedule, RecoverySettings(10, every)).run(kills)
+        ours = Training(schedule, Recovery(10, every)).run(kills)
         compare(ours, expected)
         assert not list(Path(".").glob("kill-*")) and ours.repairs
 
 
 def one_worker_killed(schedule: str) -> None:
     expected = Training(schedule).run({})
-    ours = Training(schedule, RecoverySettings(2)).run({2: [("forward", 0)], 4: [("snapshot", 1)]})
+    ours = Training(schedule, Recovery(2)).run({2: [("forward", 0)], 4: [("snapshot", 1)]})
     compare(ours, expected)
     assert len(ours.repairs) == 2, ours.repairs
 
@@ -280,7 +280,7 @@ def blocks_of_a_module_list(kill: bool) -> tuple[list[float], dict[str, Tensor]]
         optimizers=[optimizer],
         model=model,
         path="blocks",
-        recovery=RecoverySettings(1),
+        recovery=Recovery(1),
     )
     follow_optimizer(optimizer, pipeline.optimizers)
     pipeline.start()
@@ -313,7 +313,7 @@ def test_blocks_of_a_module_list() -> None:
 def two_stages(*layers: nn.Module, restarts: int = 3, **settings: Any) -> tuple[nn.Sequential, Pipeline]:
     torch.manual_seed(0)
     module = nn.Sequential(*layers)
-    recovery = RecoverySettings(restarts) if restarts else None
+    recovery = Recovery(restarts) if restarts else None
     pipeline = Pipeline(
         module, [len(layers) - 1, 1], [CPU] * 2, Settings(microbatches=2, **settings), recovery=recovery
     )

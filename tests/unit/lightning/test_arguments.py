@@ -92,8 +92,6 @@ def test_a_wrong_value_of_any_argument(mistake: tuple[type, str, Any]) -> None:
         return  # Lightning's own, which the Trainer gives
     if name in ("balance", "module") and isinstance(value, list | str):
         return  # depends on the model: see test_rpc_sequential.py
-    if name in ("max_restarts", "verify_every_n_steps") and value == 0:
-        return  # which is right
     error = told(strategy, {name: value})
     assert name in str(error) and len(str(error)) < 600, (strategy, name, value, error)
     file = raised_in(error)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from strategies import RPCSequentialStrategy, Schedule
+from strategies import Recovery, RPCSequentialStrategy, Schedule
 from strategies.launch import workers
 from strategies.lightning import partitioning
 from strategies.optim.costs import StepCost
@@ -465,12 +465,12 @@ def test_labels_are_not_what_a_stage_keeps_of_a_recomputed_microbatch() -> None:
 
 
 def test_snapshots_are_noted_with_their_size() -> None:
-    (note,) = planned(Model(), Data(), settings={"max_restarts": 1}, microbatches=2, schedules="1f1b").notes
+    (note,) = planned(Model(), Data(), settings={"recovery": Recovery(1)}, microbatches=2, schedules="1f1b").notes
     size = (
         2 * 4 * (BLOCKS + 1) * LAYER_BYTES / 2**20
     )  # two copies of the parameters, their gradients and AdamW's two states
     assert note.startswith(
-        f"max_restarts takes {size:.1f} MiB of memory on all processes together, which is not in these figures"
+        f"recovery takes {size:.1f} MiB of memory on all processes together, which is not in these figures"
     )
 
 

@@ -19,7 +19,7 @@ from pytorch_lightning.profilers import PyTorchProfiler
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from strategies import RPCSequentialStrategy
+from strategies import Recovery, RPCSequentialStrategy
 
 pytestmark = on_cpus
 
@@ -206,7 +206,7 @@ def loop_with_a_lost_worker_and_background_saves() -> None:
     saving: dict[str, Any] = {"enable_checkpointing": True, "val": None}
     without = trained(Loop, strategy, 2, default_root_dir="without", **saving)
     moves, kills = Moves([[1, 3], [3, 1]]), KillsWorker()
-    options = {**strategy, "max_restarts": 1, "async_save": True}
+    options = {**strategy, "recovery": Recovery(1), "async_save": True}
     outcome = trained(Loop, options, 2, default_root_dir="with", callbacks=[moves, kills], **saving)
     assert kills.has_killed and outcome.trainer.strategy.balance == [3, 1]
     compare(outcome, without, 0.0)

@@ -10,7 +10,7 @@ from paths import ROOT
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from two_linear import TwoLinear
 
-from strategies import RPCSequentialStrategy, rpc_sequential
+from strategies import Recovery, RPCSequentialStrategy, rpc_sequential
 from strategies.lightning.features.feature import Feature, overriding
 from strategies.lightning.features.recovery import LostWorkers
 from strategies.lightning.hooks import Undo
@@ -24,7 +24,7 @@ def names(strategy: RPCSequentialStrategy) -> set[str]:
 
 def test_features_for_which_options_ask() -> None:
     plain = names(RPCSequentialStrategy())
-    asked = names(RPCSequentialStrategy(schedule="1f1b", max_restarts=1, data_parallel_size=2))
+    asked = names(RPCSequentialStrategy(schedule="1f1b", recovery=Recovery(1), data_parallel_size=2))
     assert asked - plain == {"StepsPerMicrobatch", "LostWorkers", "AveragedReplicas"} and plain < asked
     assert "Rebalancing" in names(RPCSequentialStrategy(rebalance="auto"))
 
@@ -33,8 +33,11 @@ def test_an_option_without_its_feature(monkeypatch: pytest.MonkeyPatch) -> None:
     left = [kind for kind in rpc_sequential.FEATURES if kind is not LostWorkers]
     monkeypatch.setattr(rpc_sequential, "FEATURES", left)
     RPCSequentialStrategy()
-    with pytest.raises(MisconfigurationException, match="max_restarts=1 has no effect: no feature of the strategy"):
-        RPCSequentialStrategy(max_restarts=1)
+    with pytest.raises(
+        MisconfigurationException,
+        match=r"recovery=Recovery\(max_restarts=1, .*\) has no effect: no feature of the strategy",
+    ):
+        RPCSequentialStrategy(recovery=Recovery(1))
 
 
 def test_only_features_that_follow_batches_are_called_for_each() -> None:

@@ -45,7 +45,7 @@ def test_the_snapshot_to_use_is_the_last_that_all_have_and_is_never_written_over
 def test_what_has_no_snapshots_is_refused(changed: dict[str, Any], message: str) -> None:
     fine: dict[str, Any] = {"devices": [CPU, CPU]}
     check_snapshots(**fine)
-    with pytest.raises(ValueError, match=f"{re.escape(message)}.*Leave max_restarts and verify_every_n_steps out"):
+    with pytest.raises(ValueError, match=f"{re.escape(message)}.*Leave recovery out"):
         check_snapshots(**{**fine, **changed})
 
 

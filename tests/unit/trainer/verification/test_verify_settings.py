@@ -11,7 +11,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import nn
 from verified_nets import VerifiedData, VerifiedNet, Writing
 
-from strategies import RPCSequentialStrategy, ZeROStrategy
+from strategies import Recovery, RPCSequentialStrategy, ZeROStrategy
 from trainer import Trainer, verify
 from trainer.verification.blocks import check_blocks, shorten
 from trainer.verification.certificate import EQUAL, WRONG, Certificate, FirstDifference
@@ -68,11 +68,13 @@ def test_no_model() -> None:
 
 
 def test_a_strategy_can_be_made_again_with_one_stage() -> None:
-    given = RPCSequentialStrategy([2, 2], microbatches=3, schedule="zbv", deferred_batch_norm=True, max_restarts=1)
+    given = RPCSequentialStrategy(
+        [2, 2], microbatches=3, schedule="zbv", deferred_batch_norm=True, recovery=Recovery(1)
+    )
     verified = VerifiedStrategy(given, 2)
     assert verified.run(None).strategy == (
         RPCSequentialStrategy,
-        {"balance": [2, 2], "microbatches": 3, "schedule": "zbv", "deferred_batch_norm": True, "max_restarts": 1},
+        {"balance": [2, 2], "microbatches": 3, "schedule": "zbv", "deferred_batch_norm": True, "recovery": Recovery(1)},
     )
     kind, arguments = verified.with_one_stage(None, {"microbatches": 3}).strategy or (None, {})
     assert arguments == {"balance": "even", "microbatches": 3, "schedule": "1f1b", "deferred_batch_norm": True}
