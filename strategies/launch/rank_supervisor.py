@@ -8,7 +8,7 @@ worker as a child process, and starts a new worker for the next session::
                      └────── starts ──▶ worker, session 3, ...              ends with the worker's status
 
 If the system supports it, workers are forks of a process that has imported torch. The supervisor itself does not import
-torch.
+torch. It holds the memory with the snapshots of its worker, from which the next worker starts.
 """
 
 import json
@@ -60,6 +60,7 @@ class Starts:
 
     def __init__(self, world: str) -> None:
         description = json.loads(world)
+        self._slots = json.dumps(memory_files(f"relay-snapshot-{description['rank']}"))
         self._world, self._rank = world, description["rank"]
         self._stage = description["rank"] % description["num_stages"] - 1
         self._paths = list(map(os.path.abspath, sys.path))
@@ -67,8 +68,8 @@ class Starts:
 
     def __call__(self, number: int, stdin: int) -> Process:
         """Start the worker of session ``number``, with a file descriptor as standard input."""
-        arguments = [self._world, number, os.getpid()]
-        command = [sys.executable, "-m", SERVE, self._world, "supervised", str(number), str(os.getpid())]
+        arguments = [self._world, number, os.getpid(), self._slots]
+        command = [sys.executable, "-m", SERVE, self._world, "supervised", str(number), str(os.getpid()), self._slots]
         if (server := self._server()) is not None:
             try:
                 process = server.fork(
@@ -211,6 +212,21 @@ class RankSupervisor:
         self._is_asked_to_end = True
         if self._worker is not None and self._worker.process.returncode is None:
             self._worker.process.send_signal(signum)
+
+
+def memory_files(name: str) -> list[tuple[str, int]]:
+    """Create the two slots for the snapshots of a worker; see :mod:`strategies.pipeline.transport.slots`.
+
+    Args:
+        name: The name that tools such as ``lsof`` show.
+
+    Returns:
+        The path and the inode of each. They are valid for other processes of this host until this process ends.
+    """
+    if not hasattr(os, "memfd_create"):  # and so no worker is replaced
+        return []
+    files = [os.memfd_create(f"{name}-{place}", os.MFD_CLOEXEC) for place in range(2)]
+    return [(f"/proc/{os.getpid()}/fd/{file}", os.fstat(file).st_ino) for file in files]
 
 
 def _say(line: str) -> None:

@@ -39,6 +39,9 @@ from strategies.launch.workers import environment_of_worker, share_of_threads
 _ARRIVAL_SECONDS = 1800.0
 """How long a rank may take to reach its first ``fit``. torch waits equally long for ranks that do not appear."""
 
+_ARRIVAL_SECONDS_LATER = 300.0
+"""How long a rank may take to join a later session. It waits for this session, or starts Python and imports torch."""
+
 _POLL_SECONDS = 0.005
 _POLLS_PER_CHECK = 100
 _FAREWELL_SECONDS = 30.0
@@ -139,6 +142,8 @@ class Ranks:
         self._store: dist.Store | None = None
         self._call = ""
         self._processes: dict[int, tuple[str, int]] = {}
+        self.slots: list[list[tuple[str, int]]] = []
+        """The slots for snapshots of each worker, on its host: path and inode of each."""
         self._joined = False
 
     def start(self, *, timeout_seconds: float, threads: int) -> Session:
@@ -163,15 +168,17 @@ class Ranks:
         self._session, self._store, self._call = session, store, world.next_call(store)
         store.set(self._call, session.to_json())
         ready = [ready_key(self._call, stage) for stage in range(len(world.workers))]
-        if not appear(store, ready, _ARRIVAL_SECONDS, self._check_supervisors):
+        seconds = _ARRIVAL_SECONDS if self._call.endswith("/1") else _ARRIVAL_SECONDS_LATER
+        if not appear(store, ready, seconds, self._check_supervisors):
             late = [rank for rank, key in zip(world.workers, ready, strict=True) if not store.check([key])]
             raise RuntimeError(
                 f"rank {world.rank} has called fit, validate, test or predict, but ranks {late} have not within "
-                f"{_ARRIVAL_SECONDS:.0f} s; every rank must make the same calls of the Trainer"
+                f"{seconds:.0f} s; every rank must make the same calls of the Trainer, and its process must answer"
             )
         for stage, key in enumerate(ready):
-            host, pid = json.loads(store.get(key))
+            host, pid, slots = json.loads(store.get(key))
             self._processes[stage] = host, pid
+            self.slots.append([(path, inode) for path, inode in slots])
         self._joined = True
         join_rpc(session, len(world.workers), self._check)
         return session
@@ -247,7 +254,7 @@ class Ranks:
 
 
 def ready_key(call: str, stage: int) -> str:
-    """The key under which a worker confirms that it has read the session, with its host and process id."""
+    """The key under which a worker confirms that it has read the session, with its host, process id and slots."""
     return f"{call}/ready/{stage}"
 
 

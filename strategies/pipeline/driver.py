@@ -78,6 +78,7 @@ from strategies.pipeline.transport.channel import ORDERS_TAG, Sender
 from strategies.pipeline.transport.device import num_links, routes_of
 from strategies.pipeline.transport.interface import Transport
 from strategies.pipeline.transport.planes import AUTO, GLOO, NCCL, open_transport, with_index
+from strategies.pipeline.transport.slots import NUM_SLOTS, Slot, SlotAddress
 from strategies.pipeline.transport.storages import send_storages
 from strategies.pipeline.transport.ties import TiedParameters, find_ties, owned_parameters
 from strategies.pipeline.worker.process import abort_transfers, host
@@ -281,7 +282,7 @@ class Pipeline(NotCopyable):
         self._recovery_settings, self._together = recovery, together
         self._recovery: Recoverer | None = None
         if recovery is not None:
-            check_snapshots(devices=devices, num_hosts=len(set(hosts)))
+            check_snapshots(devices=devices)
         self.repairs: list[Repair] = []
         """The repairs of lost workers so far."""
         self._recordings: list[BatchRecording] = []
@@ -576,12 +577,24 @@ class Pipeline(NotCopyable):
             self.failures,
             workers.transport,
             workers.remotes,
+            self._slots(ending),
             restart,
             self.repairs,
             self._together() if self._together is not None else None,
         )
-        ending.callback(recovery.close)
         return recovery
+
+    def _slots(self, ending: ExitStack) -> list[list[SlotAddress]]:
+        """Return the two slots of each worker, held by the supervisors of ranks or by this process."""
+        if isinstance(self._workers, Ranks):
+            return [[SlotAddress(*slot) for slot in slots] for slots in self._workers.slots]
+        addresses = []
+        for i in range(len(self.stages) - 1):
+            held = [Slot.created(f"{i}-{place}") for place in range(NUM_SLOTS)]
+            for slot in held:
+                ending.callback(slot.close)
+            addresses.append([slot.address for slot in held])
+        return addresses
 
     def _between_passes(self) -> None:
         """Take a snapshot if it is due. The executor calls this between two passes."""

@@ -62,6 +62,7 @@ from strategies.pipeline.partition.memory import Need, Sizes, needs_of
 from strategies.pipeline.partition.model_costs import Costs
 from strategies.pipeline.partition.profiling import now
 from strategies.pipeline.partition.sequential import Pipelined, check_balance, cut
+from strategies.pipeline.recovery.recovery import MOST_LOGGED_BYTES
 from strategies.pipeline.schedule.planned import AUTO
 from strategies.pipeline.schedule.program import ranks_of
 from strategies.pipeline.schedule.tables import SCHEDULES, Placement
@@ -690,7 +691,8 @@ class _Plan:
             size = num * need.total / 2**20
             self._notes.append(
                 f"recovery takes {size:,.1f} MiB of memory on all processes together, which is not in these "
-                f"figures: {num} copies of parameters, gradients and optimizer states"
+                f"figures: {num} copies of parameters, gradients and optimizer states. The driver also keeps what it "
+                f"has sent since the last snapshot, up to {MOST_LOGGED_BYTES / 2**20:.0f} MiB and the values of a batch"
             )
 
     def _note_cores(self, ways: Sequence[tuple[int, str, int]]) -> None:

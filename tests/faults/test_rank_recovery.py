@@ -3,6 +3,7 @@
 The harness fails where a process or a port is left; torchrun leaves its empty log folders.
 """
 
+import shlex
 import signal
 import socket
 import subprocess
@@ -34,6 +35,42 @@ def torchrun(how: str) -> tuple[list[int], str]:
     variables = {**environment(), "PYTHONWARNINGS": "ignore"}
     command = [*TORCHRUN, rank_recovery_job.__file__, "results.pt", how]
     return ended([subprocess.Popen(command, env=variables, text=True, **OUTPUT)])
+
+
+NAMESPACES = ["unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
+"""Starts a command on a host of its own: no process of it is visible to the other hosts, nor killed by them."""
+
+
+def three_hosts() -> Any:
+    """One rank on each. Only root may make hosts out of namespaces."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        meeting = ["--nnodes=3", "--nproc-per-node=1", f"--master-port={probe.getsockname()[1]}"]
+    jobs = []
+    for number in range(repair_job.STAGES):
+        torchrun = [*TORCHRUN[:3], *meeting, "--master-addr=127.0.0.1", f"--node-rank={number}"]
+        command = shlex.join([*torchrun, rank_recovery_job.__file__, "results.pt", "three hosts"])
+        host = [*NAMESPACES, "sh", "-c", f"hostname host-{number} && exec {command}"]
+        variables = {**environment(), "PYTHONWARNINGS": "ignore"}
+        jobs.append(subprocess.Popen(host, env=variables, text=True, **OUTPUT))
+    codes, said = ended(jobs)
+    assert codes == [0, 0, 0], said
+    return torch.load("results.pt"), repair_job.fit({}, 0, **rank_recovery_job.EVERY_BATCH), said
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    subprocess.run([*NAMESPACES, "true"], capture_output=True, check=False).returncode != 0,
+    reason="this system makes no namespaces for this user",
+)
+@pytest.mark.timeout(SECONDS + 60)
+def test_workers_on_several_hosts() -> None:
+    """The snapshots of a worker are on its host. The driver neither sees its process nor can kill it."""
+    found, expected, said = run(three_hosts, timeout_seconds=SECONDS + 40, allow=["tmp"], env=OWN_SERVER)
+    assert repair_job.differences(found["fit"], expected) == [], said
+    assert repair_job.differences(found["verified"], expected) == [], said
+    assert len(found["fit"]["repairs"]) >= len(rank_recovery_job.ON_HOSTS) and len(found["verified"]["repairs"]) == 1
+    assert "(rank 1) on host-1" in found["fit"]["repairs"][0] and found["fit"]["left"] == []
 
 
 def slurm(how: str) -> tuple[list[int], str]:

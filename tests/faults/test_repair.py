@@ -317,11 +317,3 @@ def test_where_it_cannot_be_done(monkeypatch: pytest.MonkeyPatch) -> None:
         elsewhere.setattr("sys.platform", "darwin")
         with pytest.raises(MisconfigurationException, match=r"recovery repeats computation .* only Linux has"):
             RPCSequentialStrategy(recovery=Recovery(1))
-    for name in ("RANK", "GROUP_RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "MASTER_PORT"):
-        monkeypatch.setenv(name, "0")
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "2")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    with pytest.raises(MisconfigurationException, match="the driver's host, but the stages are on 2 hosts"):
-        strategy = RPCSequentialStrategy(recovery=Recovery(1))
-        Trainer(accelerator="cpu", devices=1, num_nodes=2, strategy=strategy, logger=False)

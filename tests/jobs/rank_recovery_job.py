@@ -1,4 +1,4 @@
-"""A user's script for three ranks of one host whose workers are killed; ``rank_recovery_job.py RESULTS HOW``."""
+"""A user's script for three ranks, whose workers are killed; ``rank_recovery_job.py RESULTS HOW``."""
 
 import os
 import signal
@@ -11,6 +11,8 @@ import torch
 from pytorch_lightning import Callback
 from repair_job import Kills
 
+from strategies import Recovery
+
 MANY: Kills = {
     0: ["forward-0"],
     3: ["backward-1"],
@@ -20,6 +22,7 @@ MANY: Kills = {
     12: ["forward-0", "forward-1"],
     13: ["at-end-1"],
 }
+ON_HOSTS: Kills = {0: ["forward-0"], 8: ["snapshot-1"], 12: ["forward-0", "forward-1"]}
 FEW: Kills = {4: ["backward-0"]}
 EVERY_BATCH: dict[str, Any] = {"accumulate_grad_batches": 1}
 """An optimizer step after every batch."""
@@ -35,7 +38,12 @@ class KillsRank(Callback):
 
 
 def main(results: Path, how: str) -> None:
-    if how == "many":
+    if how == "three hosts":
+        every_host = {"num_nodes": repair_job.STAGES, "devices": 1, **EVERY_BATCH}
+        found = {"fit": repair_job.fit(ON_HOSTS, 1, **every_host)}
+        options: dict[str, Any] = {"recovery": Recovery(1, verify_every_n_steps=3), "rpc_timeout_sec": 5}
+        found["verified"] = repair_job.fit({4: ["hang-0"]}, 0, options=options, **every_host)
+    elif how == "many":
         found = {"fit": repair_job.fit(MANY, 1, **EVERY_BATCH)}
         found["evaluations"] = repair_job.evaluate(is_disturbed=True)
     else:

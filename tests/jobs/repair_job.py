@@ -388,7 +388,6 @@ def fit(
     recorder = Recorder()
     trainer = trainer_class(
         accelerator="cpu",
-        devices=stages * replicas,
         strategy=strategy,
         max_epochs=EPOCHS,
         callbacks=[
@@ -405,7 +404,7 @@ def fit(
         num_sanity_val_steps=1,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **{"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, **settings},
+        **{"devices": stages * replicas, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5, **settings},
     )
     generator = torch.Generator().manual_seed(2)
     number = replicas * (BATCHES * ROWS - 1)

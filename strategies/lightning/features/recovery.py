@@ -38,8 +38,8 @@ class LostWorkers(Feature):
         return cls(settings) if settings is not None and settings != Recovery() else None
 
     def check_launch(self, ranks: ReplicatedStrategy) -> None:
-        """Check that the stages are on CPUs of one host."""
-        check_repairs(devices=ranks.parallel_devices or (), num_hosts=ranks.num_nodes)
+        """Check that the stages are on CPUs."""
+        check_repairs(devices=ranks.parallel_devices or ())
 
     def check(self, prepared: Preparation) -> None:
         """Check that workers can be replaced and steps verified in this run; warn if it has no workers.
@@ -101,20 +101,19 @@ def check_settings(settings: Recovery) -> None:
             "workers are not repaired: set max_restarts to 1 or more, or leave snapshot_every_n_steps out."
         )
     if settings != Recovery():
-        check_repairs(devices=[], num_hosts=1)
+        check_repairs(devices=[])
 
 
-def check_repairs(*, devices: Sequence[torch.device], num_hosts: int) -> None:
+def check_repairs(*, devices: Sequence[torch.device]) -> None:
     """Check that lost workers can be repaired, and steps verified, on these devices.
 
     Args:
         devices: The devices of the stages.
-        num_hosts: Number of hosts with stages.
 
     Raises:
         MisconfigurationException: If they cannot be repaired or verified.
     """
     try:
-        check_snapshots(devices=devices, num_hosts=num_hosts)
+        check_snapshots(devices=devices)
     except ValueError as error:
         raise MisconfigurationException(f"recovery repeats computation from snapshots, but {error}") from error

@@ -216,8 +216,12 @@ class StageCommands(Protocol):
     # Snapshots, see strategies.pipeline.state.snapshots
 
     @command(changes_values=False, doing="snapshot")
-    def snapshot(self, number: int, address: SlotAddress) -> None:
-        """Copy the state of the stage into a slot, as the snapshot with this number."""
+    def snapshot(self, number: int, address: SlotAddress) -> int:
+        """Copy the state of the stage into a slot, as the snapshot with this number.
+
+        Returns:
+            The memory of the slot, in bytes.
+        """
 
     # Verification, see strategies.pipeline.recovery.verification
 

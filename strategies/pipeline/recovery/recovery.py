@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from strategies.common.errors import PeerFailed
 from strategies.launch.rounds import Rounds
-from strategies.pipeline.control.client import Failures, RemoteStage, wait_for_any
+from strategies.pipeline.control.client import Answer, Failures, RemoteStage, wait_for_any
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.recovery.links import LoggedTransport
 from strategies.pipeline.recovery.log import Log, NotRepeated
@@ -16,9 +16,10 @@ from strategies.pipeline.recovery.repairs import Recovery, Repair, Repairs
 from strategies.pipeline.recovery.together import Together
 from strategies.pipeline.recovery.verification import check_repeated
 from strategies.pipeline.state.carriers import InSlot
-from strategies.pipeline.state.snapshots import Snapshots, Whole
+from strategies.pipeline.state.snapshots import Snapshot, Snapshots
 from strategies.pipeline.transport.interface import Transport
 from strategies.pipeline.transport.journal import Comparison
+from strategies.pipeline.transport.slots import NUM_SLOTS, SlotAddress
 
 MOST_LOGGED_BYTES = 2**28
 """If the log exceeds this size, a snapshot is taken before it is due."""
@@ -37,6 +38,7 @@ class Recoverer:
         failures: The failures of the first session.
         transport: The transport that connects the driver with the first workers.
         remotes: The stages on workers.
+        slots: The two slots of each worker.
         restart: Starts new workers.
         done: The repairs so far. Each repair adds an entry.
         rounds: The store through which the drivers of all replicas agree, if there are several.
@@ -48,6 +50,7 @@ class Recoverer:
         failures: Failures,
         transport: Transport,
         remotes: Sequence[RemoteStage],
+        slots: Sequence[Sequence[SlotAddress]],
         restart: Restart,
         done: list[Repair],
         rounds: Rounds | None = None,
@@ -56,11 +59,15 @@ class Recoverer:
         self._log = Log(failures)
         self.transport = LoggedTransport(self._log, transport)
         """The transport of the driver's stage, which stays the same in all sessions."""
-        self._snapshots = Snapshots(len(remotes))
+        self._snapshots = Snapshots(slots)
+        self._answers: list[Answer[int]] = []
+        """The answers of the workers to the last order of a snapshot."""
+        self._slot_bytes = [0] * NUM_SLOTS
+        """The memory of the slots at each place."""
         self._repairs = Repairs(settings.max_restarts, self._log, self._kill, self._replace, done)
         self._together = Together(rounds, failures) if rounds is not None else None
         self._num_steps = self._steps_at_snapshot = self._num_updates = 0
-        self._verified_from: Whole | None = None
+        self._verified_from: Snapshot | None = None
         """The snapshot from which the present step is computed a second time; ``None`` if it is not verified."""
 
     def start(self) -> None:
@@ -71,7 +78,7 @@ class Recoverer:
         if self._together is not None:
             self._together.start()
         first = self._take_snapshot()
-        self._wait()
+        self._complete()
         self._begin(first)
 
     def end_together(self) -> None:
@@ -87,14 +94,10 @@ class Recoverer:
         if self._together is not None:
             self._together.end()
 
-    def close(self) -> None:
-        """Release the memory of the snapshots; call this when no worker writes to it any more."""
-        self._snapshots.close()
-
     @property
     def size_bytes(self) -> int:
         """Memory in bytes of the snapshots of all processes and of the log."""
-        return self._snapshots.size_bytes + self._log.size_bytes
+        return sum(self._slot_bytes) + self._log.size_bytes
 
     def between_passes(self, num_steps: int) -> None:
         """Take a snapshot if it is due. No pass is under way, and none waits for its backward part.
@@ -145,17 +148,17 @@ class Recoverer:
         every = self._settings.verify_every_n_steps
         return every > 0 and (self._num_updates + 1) % every == 0
 
-    def _begin(self, snapshot: Whole) -> None:
+    def _begin(self, snapshot: Snapshot) -> None:
         """Begin a step, just after a snapshot."""
         self._verified_from = snapshot if self._is_next_verified else None
         if self._verified_from is not None:
             for remote in self._remotes:
                 remote.send(StageCommands.start_journal)
 
-    def _verify(self, begin: Whole) -> None:
+    def _verify(self, begin: Snapshot) -> None:
         self._verified_from = None
         end = self._take_snapshot()
-        self._wait()
+        self._complete()
         failures = self._log.failures
         try:
             with self._log.lock:
@@ -167,15 +170,15 @@ class Recoverer:
             check_repeated(self._remotes, comparisons, differences)
         self._begin(end)
 
-    def _computed_again(self, begin: Whole) -> tuple[list[Comparison], list[NotRepeated]]:
+    def _computed_again(self, begin: Snapshot) -> tuple[list[Comparison], list[NotRepeated]]:
         """Make the stages go back to a snapshot, repeat the log since then, and compare.
 
         Returns:
             The comparison of each stage, and the values that this process received and that were different.
         """
         differences: list[NotRepeated] = []
-        for remote, slot in zip(self._remotes, self._snapshots.slots[begin.place], strict=True):
-            remote.ask_unlogged(StageCommands.go_back, begin.number, slot.address)
+        for remote, address in zip(self._remotes, self._snapshots.addresses(begin), strict=True):
+            remote.ask_unlogged(StageCommands.go_back, begin.number, address)
         self._log.run_again(begin.number, differences)
         asked, comparisons = [remote.ask_unlogged(StageCommands.compare) for remote in self._remotes], []
         for each in asked:
@@ -185,34 +188,38 @@ class Recoverer:
             comparisons.append(each.result())
         return comparisons, differences
 
-    def _take_snapshot(self) -> Whole:
+    def _take_snapshot(self) -> Snapshot:
         """Order a snapshot, which each worker writes when it reaches this order."""
-        snapshots, self._steps_at_snapshot = self._snapshots, self._num_steps
-        if snapshots.is_under_way or self._usable()[-1:] != snapshots.whole()[-1:]:
-            self._wait()
+        self._complete()
+        self._steps_at_snapshot = self._num_steps
         with self._log.lock:  # otherwise a repair could start between the order and the mark
             self._forget()
-            ordered = snapshots.order()
-            for remote, slot in zip(self._remotes, snapshots.slots[ordered.place], strict=True):
-                remote.send(StageCommands.snapshot, ordered.number, slot.address)
+            ordered = self._snapshots.order(next(reversed(self._usable()), None))
+            addresses = self._snapshots.addresses(ordered)
+            self._answers = [
+                remote.ask(StageCommands.snapshot, ordered.number, address)
+                for remote, address in zip(self._remotes, addresses, strict=True)
+            ]
             self._log.mark(ordered.number)
         return ordered
+
+    def _complete(self) -> None:
+        """Wait until the last snapshot is complete."""
+        if self._answers:
+            place = self._snapshots.ordered[-1].place
+            self._slot_bytes[place] = sum(answer.wait() for answer in self._answers)
 
     def _forget(self) -> None:
         """Drop the part of the log before the last usable snapshot."""
         if usable := self._usable():
             self._log.forget_before(usable[-1].number)
 
-    def _usable(self) -> list[Whole]:
-        """Return the snapshots from which new workers can start.
+    def _usable(self) -> list[Snapshot]:
+        """Return the snapshots from which new workers can start, in order.
 
         Every worker has completed such a snapshot, and every question before it has been answered.
         """
-        return [each for each in self._snapshots.whole() if self._log.can_begin_at(each.number)]
-
-    def _wait(self) -> None:
-        for answer in [remote.ask(StageCommands.num_kept) for remote in self._remotes]:
-            answer.wait()
+        return [each for each in self._snapshots.ordered if self._log.can_begin_at(each.number)]
 
     def _kill(self) -> None:
         for remote in self._remotes:
@@ -220,13 +227,13 @@ class Recoverer:
 
     def _replace(self, failures: Failures, lost: str) -> int:
         """Start new workers from the last usable snapshot, and repeat the log since then."""
-        usable = {whole.number: whole for whole in self._usable()}
+        usable = {each.number: each for each in self._usable()}
         if not usable:
             raise RuntimeError("the first snapshot was not complete")
         number, num_rounds = max(usable), 0
         if self._together is not None:
             number = self._together.agree(lost, list(usable), self._log.failures, failures)
             num_rounds = self._together.round
-        slots = [InSlot(slot.address, number) for slot in self._snapshots.slots[usable[number].place]]
+        slots = [InSlot(address, number) for address in self._snapshots.addresses(usable[number])]
         self.transport.connect(self._restart(failures, slots, num_rounds))
         return self._log.run_again(number)

@@ -141,6 +141,10 @@ class StageSlots:
         """
         return _state_in(self._slot(address), number)
 
+    def size_bytes(self, address: SlotAddress) -> int:
+        """The memory of a slot, in bytes."""
+        return self._slot(address).size_bytes
+
     def _slot(self, address: SlotAddress) -> Slot:
         if address not in self._opened:
             self._opened[address] = Slot.opened(address)

@@ -3,9 +3,10 @@
     number          0     3     6     9          every worker keeps the last two snapshots, in two places
     place           0     1     0     1
 
-Each worker writes its state into slots that the driver holds (:mod:`strategies.pipeline.transport.slots`), so that the
-values outlive the worker. A snapshot can be used when it is complete in every worker. Snapshot ``n + 1`` is written
-only when snapshot ``n`` is complete in every worker, and never overwrites it.
+Each worker writes its state into slots (:mod:`strategies.pipeline.transport.slots`). Another process of its host holds
+the slots and outlives the worker: the driver, or the supervisor of a rank. A snapshot can be used when it is complete
+in every worker. Snapshot ``n + 1`` is written only when snapshot ``n`` is complete in every worker, and never
+overwrites it.
 """
 
 from collections.abc import Sequence
@@ -13,15 +14,14 @@ from dataclasses import dataclass
 
 import torch
 
-from strategies.pipeline.transport.slots import NUM_SLOTS, Slot, have_slots
+from strategies.pipeline.transport.slots import SlotAddress, have_slots
 
 
-def check_snapshots(*, devices: Sequence[torch.device], num_hosts: int = 1, are_replaced: bool = True) -> None:
+def check_snapshots(*, devices: Sequence[torch.device], are_replaced: bool = True) -> None:
     """Check that workers can take snapshots, from which lost workers are replaced and steps are verified.
 
     Args:
         devices: The device of each stage.
-        num_hosts: Number of hosts with stages.
         are_replaced: Whether new workers can replace lost workers.
 
     Raises:
@@ -29,7 +29,6 @@ def check_snapshots(*, devices: Sequence[torch.device], num_hosts: int = 1, are_
     """
     others = [device for device in devices if device.type != "cpu"]
     reasons = {
-        f"snapshots are in memory of the driver's host, but the stages are on {num_hosts} hosts": num_hosts > 1,
         "ranks do not replace workers in this run, because its first Trainer has no max_restarts": not are_replaced,
         f"snapshots are copies of stages on CPUs, but one is on {', '.join(map(str, others[:1]))}": bool(others),
         "snapshots need files in memory (memfd_create), which only Linux has": not have_slots(),
@@ -40,8 +39,8 @@ def check_snapshots(*, devices: Sequence[torch.device], num_hosts: int = 1, are_
 
 
 @dataclass(frozen=True)
-class Whole:
-    """A snapshot that is complete in every worker.
+class Snapshot:
+    """A snapshot that has been ordered. It is complete when every worker has answered.
 
     Attributes:
         number: The number of the snapshot.
@@ -56,48 +55,26 @@ class Snapshots:
     """The last two snapshots of the workers of a pipeline.
 
     Args:
-        num_workers: Number of workers.
+        addresses: The two slots of each worker.
     """
 
-    def __init__(self, num_workers: int) -> None:
-        self.slots = [[Slot.created(f"{i}-{place}") for i in range(num_workers)] for place in range(NUM_SLOTS)]
-        """At each place, the slot of each worker."""
-        self._ordered: Whole | None = None
+    def __init__(self, addresses: Sequence[Sequence[SlotAddress]]) -> None:
+        self._addresses = addresses
+        self._number = 0
+        self.ordered: list[Snapshot] = []
+        """The snapshots that have been ordered and not written over, in order."""
 
-    @property
-    def size_bytes(self) -> int:
-        """The memory of all slots, in bytes."""
-        return sum(slot.size_bytes for slots in self.slots for slot in slots)
+    def order(self, last: Snapshot | None) -> Snapshot:
+        """Return the number of the next snapshot, and the place in which workers must write it.
 
-    @property
-    def is_under_way(self) -> bool:
-        """Whether a worker may still be writing the last snapshot."""
-        return self._ordered is not None and self._number_at(self._ordered.place) != self._ordered.number
+        Args:
+            last: The last snapshot that is complete, whose place is kept; ``None`` if there is none.
+        """
+        ordered = Snapshot(self._number, 0 if last is None else 1 - last.place)
+        self._number += 1
+        self.ordered = [*(each for each in self.ordered if each.place != ordered.place), ordered]
+        return ordered
 
-    def order(self) -> Whole:
-        """Return the number of the next snapshot, and the place in which workers must write it."""
-        number = 0 if self._ordered is None else self._ordered.number + 1
-        last = self.last()
-        self._ordered = Whole(number, 0 if last is None else 1 - last.place)
-        return self._ordered
-
-    def whole(self) -> list[Whole]:
-        """Return the snapshots that are complete in every worker, in order."""
-        found = [(self._number_at(place), place) for place in range(NUM_SLOTS)]
-        whole = [Whole(number, place) for number, place in found if number is not None]
-        return sorted(whole, key=lambda each: each.number)
-
-    def last(self) -> Whole | None:
-        """Return the last snapshot that is complete in every worker; ``None`` if there is none."""
-        return next(reversed(self.whole()), None)
-
-    def close(self) -> None:
-        """Release the memory. Call this when all workers have ended."""
-        for slots in self.slots:
-            for slot in slots:
-                slot.close()
-
-    def _number_at(self, place: int) -> int | None:
-        """The number of the snapshot that all workers have at a place; ``None`` if there is none."""
-        numbers = {slot.number for slot in self.slots[place]}
-        return numbers.pop() if len(numbers) == 1 else None
+    def addresses(self, snapshot: Snapshot) -> list[SlotAddress]:
+        """Return the slot of each worker for a snapshot."""
+        return [slots[snapshot.place] for slots in self._addresses]

@@ -366,11 +366,12 @@ class HostedStage(StageCommands):
 
     # Snapshots
 
-    def snapshot(self, number: int, address: SlotAddress) -> None:
+    def snapshot(self, number: int, address: SlotAddress) -> int:
         if self._repeated is None:
             self._slots.write(address, number, self.held.whole())
         else:
             self._repeated.state += differing(self._slots.read(address, number), self.held.whole())
+        return self._slots.size_bytes(address)
 
     # Verification
 

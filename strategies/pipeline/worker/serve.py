@@ -2,7 +2,7 @@
 
 ``python -m strategies.pipeline.worker.serve WORLD session NUMBER`` is the process of the rank. After the session it
 replaces itself with a new process with the same process id, which serves the next session. With ``WORLD supervised
-NUMBER PID`` it is a child of :mod:`~strategies.launch.rank_supervisor`, which starts a new child after it.
+NUMBER PID SLOTS`` it is a child of :mod:`~strategies.launch.rank_supervisor`, which starts a new child after it.
 """
 
 import json
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import rpc
 
-from strategies.launch.rank_supervisor import NEXT_SESSION, end_with_supervisor, note_session
+from strategies.launch.rank_supervisor import NEXT_SESSION, end_with_supervisor, memory_files, note_session
 from strategies.launch.ranks import (
     World,
     appear,
@@ -41,13 +41,14 @@ _LOOK_SECONDS = 0.2
 _ASK_SECONDS = 2.0
 
 
-def main(world: World, number: int, supervisor: int = 0) -> None:
+def main(world: World, number: int, supervisor: int = 0, slots: str = "") -> None:
     """Wait for session ``number`` of the driver and serve it, then let the process of the next session start.
 
     Args:
         world: All ranks, and which of them this process is.
         number: The number of the session.
         supervisor: The process id of the supervisor, if there is one.
+        slots: The slots of the supervisor, as JSON.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver ends its workers, after it has fetched their state
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a notice of SLURM, which Lightning handles on the driver
@@ -56,7 +57,8 @@ def main(world: World, number: int, supervisor: int = 0) -> None:
     call, session = _next_session(world, store, number)
     leave = partial(_leave, world, store, number, supervisor)
     try:
-        _serve(world, store, call, session, leave, supervisor)
+        held = json.loads(slots) if supervisor else memory_files(f"relay-snapshot-{world.rank}")
+        _serve(world, store, call, session, leave, supervisor, held)
     except RuntimeError as error:
         if not _is_over(store, call):
             session.forget()  # because the driver can no longer do this
@@ -66,16 +68,17 @@ def main(world: World, number: int, supervisor: int = 0) -> None:
     leave()
 
 
-def supervised(world: str, number: int, supervisor: int) -> None:
+def supervised(world: str, number: int, supervisor: int, slots: str) -> None:
     """Serve a session in a process that a supervisor started. Both processes end together.
 
     Args:
         world: All ranks, and which of them this process is, as JSON.
         number: The number of the session.
         supervisor: The process id of the supervisor.
+        slots: The slots that the supervisor holds, as JSON.
     """
     end_with_supervisor(supervisor)
-    main(World(**json.loads(world)), number, supervisor)
+    main(World(**json.loads(world)), number, supervisor, slots)
 
 
 def _leave(world: World, store: dist.Store, number: int, supervisor: int) -> NoReturn:
@@ -102,7 +105,13 @@ def _next_session(world: World, store: dist.Store, number: int) -> tuple[str, Se
 
 
 def _serve(
-    world: World, store: dist.Store, call: str, session: Session, leave: Callable[[], NoReturn], supervisor: int
+    world: World,
+    store: dist.Store,
+    call: str,
+    session: Session,
+    leave: Callable[[], NoReturn],
+    supervisor: int,
+    slots: list[tuple[str, int]],
 ) -> None:
     """Serve the session, and return when it is over.
 
@@ -113,7 +122,7 @@ def _serve(
     stage = world.rank - world.driver - 1
     if supervisor:
         store.set(supervisor_key(world.rank), json.dumps([socket.gethostname(), supervisor]))
-    store.set(ready_key(call, stage), json.dumps([socket.gethostname(), os.getpid()]))
+    store.set(ready_key(call, stage), json.dumps([socket.gethostname(), os.getpid(), slots]))
     if supervisor:
         note_session(session.driver_pid)
     with _ending_with(world, call, session, leave if supervisor else None):
@@ -169,5 +178,5 @@ def _is_over(store: dist.Store, call: str) -> bool:
 
 if __name__ == "__main__":
     if sys.argv[2] == "supervised":
-        supervised(sys.argv[1], int(sys.argv[3]), int(sys.argv[4]))
+        supervised(sys.argv[1], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
     main(World(**json.loads(sys.argv[1])), int(sys.argv[3]))

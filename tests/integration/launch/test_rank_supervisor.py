@@ -69,7 +69,7 @@ FORKED = """
 import os, sys, time
 from pathlib import Path
 from strategies.launch.rank_supervisor import NEXT_SESSION, end_with_supervisor, note_session
-def supervised(world, number, supervisor):
+def supervised(world, number, supervisor, slots):
     end_with_supervisor(supervisor)
     print("worker", number, os.getpid(), "forked" if __name__ == "forked" else "new", flush=True)
     note_session(supervisor)
@@ -77,7 +77,7 @@ def supervised(world, number, supervisor):
         time.sleep(0.01)
     os._exit(NEXT_SESSION if number == 1 else 0)
 if __name__ == "__main__":
-    supervised(sys.argv[1], int(sys.argv[3]), int(sys.argv[4]))
+    supervised(sys.argv[1], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
 """
 
 

@@ -1,4 +1,4 @@
-"""Which snapshot of the workers can be used."""
+"""The places of snapshots, and what has none."""
 
 import re
 from typing import Any
@@ -6,38 +6,28 @@ from typing import Any
 import pytest
 import torch
 
-from strategies.pipeline.state.snapshots import Snapshots, Whole, check_snapshots
+from strategies.pipeline.state.snapshots import Snapshot, Snapshots, check_snapshots
+from strategies.pipeline.transport.slots import SlotAddress
 
 CPU = torch.device("cpu")
 
 
-def written(snapshots: Snapshots, whole: Whole, *workers: int) -> None:
-    for i in workers:
-        snapshots.slots[whole.place][i].write(whole.number, b"", [])
-
-
-def test_the_snapshot_to_use_is_the_last_that_all_have_and_is_never_written_over() -> None:
-    snapshots = Snapshots(2)
-    assert snapshots.last() is None and not snapshots.is_under_way
-    for number in range(3):
-        whole = snapshots.order()
-        assert whole.number == number and snapshots.is_under_way
-        written(snapshots, whole, 0)
-        assert snapshots.is_under_way and snapshots.last() == (Whole(number - 1, 1 - whole.place) if number else None)
-        written(snapshots, whole, 1)
-        assert not snapshots.is_under_way and snapshots.last() == whole
-    torn = snapshots.order()
-    written(snapshots, torn, 1)
-    assert snapshots.last() == whole == Whole(2, 1 - torn.place)
-    assert snapshots.order() == Whole(4, torn.place)  # the place of the torn one, again
-    assert snapshots.size_bytes > 0
-    snapshots.close()
+def test_a_snapshot_never_takes_the_place_of_the_last_that_is_complete() -> None:
+    slots = [[SlotAddress(f"worker {i}, place {place}", 0) for place in range(2)] for i in range(3)]
+    snapshots = Snapshots(slots)
+    first = snapshots.order(None)
+    assert first == Snapshot(0, 0) and snapshots.addresses(first) == [places[0] for places in slots]
+    second = snapshots.order(first)
+    assert second == Snapshot(1, 1) and snapshots.addresses(second) == [places[1] for places in slots]
+    torn = snapshots.order(second)
+    assert torn == Snapshot(2, 0) and snapshots.ordered == [second, torn]
+    assert snapshots.order(second) == Snapshot(3, 0)
+    assert snapshots.ordered == [second, Snapshot(3, 0)]
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"num_hosts": 2}, "snapshots are in memory of the driver's host, but the stages are on 2 hosts"),
         ({"are_replaced": False}, "its first Trainer has no max_restarts"),
         ({"devices": [CPU, torch.device("cuda", 1)]}, "but one is on cuda:1"),
     ],
