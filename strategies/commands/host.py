@@ -41,7 +41,7 @@ all submissions with smaller numbers; or the end of the orders."""
 
 
 @dataclass(frozen=True)
-class Behind:
+class AfterFailure:
     """The reply to a submission that ran after the calls of an order had failed.
 
     Attributes:
@@ -227,14 +227,15 @@ class _Compute(Generic[T]):
 
     def _finish(self, job: _Job) -> None:
         result = self._outcome(partial(self._run, job.calls))
-        self._tell(job.futures, result if self._failed is None else Behind(self._failed, result))
+        self._tell(job.futures, result if self._failed is None else AfterFailure(self._failed, result))
 
     def _tell(self, futures: Sequence[Future[Any]], result: Any) -> None:
         try:
             for future in futures:
                 future.set_result(result)
         finally:  # first tell the caller the cause; failures of other processes are consequences
-            if isinstance(result.reply if isinstance(result, Behind) else result, Failure) and self.hosted is not None:
+            reply = result.reply if isinstance(result, AfterFailure) else result
+            if isinstance(reply, Failure) and self.hosted is not None:
                 self.hosted.announce_failure()
 
     def _run(self, calls: Sequence[Call]) -> Any:

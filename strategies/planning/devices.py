@@ -25,10 +25,10 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from strategies.pipeline.schedule.operations import (
+    Collective,
     Computation,
     DeviceOperation,
     Group,
-    Meeting,
     Post,
     edge_from,
     edge_to,
@@ -144,9 +144,9 @@ class _Devices:
         self._owner: list[tuple[int, DeviceOperation]] = []
         self._ends: dict[tuple[Hashable, int, int], tuple[list[_End], list[_End]]] = {}
         """For each communicator, source and target, the sends and the receives."""
-        self._meetings: dict[Meeting, dict[int, _Nodes]] = {}
+        self._collectives: dict[Collective, dict[int, _Nodes]] = {}
         self._paired: dict[int, _Nodes] = {}
-        """Sends, receives, groups and meetings by the node of their start."""
+        """Sends, receives, groups and collectives by the node of their start."""
         self._partners: dict[int, list[_Nodes]] = {}
         """For each of these, the operations that run together with it."""
 
@@ -169,7 +169,7 @@ class _Devices:
                     if _value(post) not in unsent:
                         raise ValueError(f"process {r} posts {_named(post)} before the action whose result it sends")
                     needs.append(unsent.pop(_value(post)))
-            computation = None if isinstance(operation, Post | Group | Meeting) else operation
+            computation = None if isinstance(operation, Post | Group | Collective) else operation
             if computation is not None and (edge := edge_to(computation)) is not None:
                 received = unused.pop((*edge, computation.microbatch), None)
                 needs += [] if received is None else [received.nodes.ended]
@@ -182,9 +182,9 @@ class _Devices:
                 self._ends.setdefault((self._communicator(r, post), *route), ([], []))[post.way == "RECV"].append(end)
                 if post.way == "RECV":
                     unused[_value(post)] = end
-            if isinstance(operation, Meeting):
-                members = self._meetings.setdefault(operation, {})
-                assert r not in members, "each meeting has a unique name"
+            if isinstance(operation, Collective):
+                members = self._collectives.setdefault(operation, {})
+                assert r not in members, "each collective has a unique name"
                 members[r] = nodes
             elif computation is not None and (edge := edge_from(computation)) is not None:
                 unsent[(*edge, computation.microbatch)] = ended
@@ -207,11 +207,11 @@ class _Devices:
                 self._pair(send.nodes, receive.nodes)
             for end in (*sends[len(receives) :], *receives[len(sends) :]):
                 raise ValueError(f"process {end.post.peer} does not post the counterpart of {_named(end.post)}")
-        for meeting, members in self._meetings.items():
-            for r in meeting.ranks:
+        for collective, members in self._collectives.items():
+            for r in collective.ranks:
                 if r not in members:
-                    raise ValueError(f"process {r} does not take part in {_named(meeting)}")
-                self._pair(members[meeting.ranks[0]], members[r])
+                    raise ValueError(f"process {r} does not take part in {_named(collective)}")
+                self._pair(members[collective.ranks[0]], members[r])
         seen: set[int] = set()
         for nodes in self._paired.values():
             if nodes.started not in seen:
@@ -285,7 +285,7 @@ class _Devices:
         seconds: Callable[[Computation], float] = _no_time,
     ) -> int:
         self._waits_for.append(list(waits_for))
-        self._seconds_of.append(0.0 if isinstance(operation, Post | Group | Meeting) else seconds(operation))
+        self._seconds_of.append(0.0 if isinstance(operation, Post | Group | Collective) else seconds(operation))
         self._owner.append((r, operation))
         return len(self._owner) - 1
 

@@ -23,7 +23,7 @@ from torch.distributed import rpc
 
 from strategies.commands.declaration import Call, declarations_of
 from strategies.commands.failure import Failure
-from strategies.commands.host import Behind, follow, perform, progress
+from strategies.commands.host import AfterFailure, follow, perform, progress
 from strategies.common.errors import PeerFailed, WorkerLost, is_consequence
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.transport.channel import Sender, unrecorded
@@ -838,7 +838,7 @@ class RemoteStage(NotCopyable):
             failures.add(lost, consequence=killed_by_us)
             done.set_exception(lost)
             return
-        if isinstance(value, Behind):
+        if isinstance(value, AfterFailure):
             failed = _add(value.failure, failures)
             if failures.repair is not None and not failures.repair.done():
                 done.set_exception(failed)  # the reply lacks the effect of an earlier command, which has failed

@@ -54,7 +54,7 @@ class Post(NamedTuple):
         return f"{'code' if stage < 0 else stage}{self.way}_{self.kind}{self.microbatch}"
 
 
-class Meeting(NamedTuple):
+class Collective(NamedTuple):
     """An operation that several processes run together: a collective, an exchange of ties, a new communicator.
 
     Attributes:
@@ -106,7 +106,7 @@ class Tied(NamedTuple):
         return f"TIED_{self.what.upper()}"
 
 
-DeviceOperation: TypeAlias = Computation | Post | Meeting | Group
+DeviceOperation: TypeAlias = Computation | Post | Collective | Group
 """An operation that a process submits to its device."""
 
 Operation: TypeAlias = DeviceOperation | Result | Tied

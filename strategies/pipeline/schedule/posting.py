@@ -22,7 +22,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 
-from strategies.pipeline.schedule.operations import Computation, DeviceOperation, Meeting, Post, edge_to
+from strategies.pipeline.schedule.operations import Collective, Computation, DeviceOperation, Post, edge_to
 from strategies.pipeline.schedule.running_order import assumed_times, running_order
 
 
@@ -71,11 +71,11 @@ def posting_order(rows: Sequence[Sequence[Computation]], num_stages: int) -> lis
     return _Posting(rows, num_stages).run()
 
 
-def with_meetings(
-    rows: Iterable[Sequence[DeviceOperation]], meetings: Sequence[Meeting]
+def with_collectives(
+    rows: Iterable[Sequence[DeviceOperation]], collectives: Sequence[Collective]
 ) -> list[list[DeviceOperation]]:
-    """Append to the row of each process the meetings in which it participates, in the given order."""
-    return [[*row, *(meeting for meeting in meetings if r in meeting.ranks)] for r, row in enumerate(rows)]
+    """Append to the row of each process the collectives in which it participates, in the given order."""
+    return [[*row, *(collective for collective in collectives if r in collective.ranks)] for r, row in enumerate(rows)]
 
 
 class _Posting:

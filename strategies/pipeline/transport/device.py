@@ -208,7 +208,7 @@ class DeviceSender(Sender):
         self._route, self._link, self._device = route, link, device
 
     def send(self, value: Any, pass_number: int, microbatch: int, *, keep: int | None = None) -> bool:
-        self.let_go()
+        self.release_sent()
         known, tensors, description = self._look_up(value)
         payload = [self._contiguous(tensor) for tensor in tensors if tensor.numel()]
         message = self._message(known)
@@ -244,14 +244,14 @@ class DeviceSender(Sender):
 
         A later message shows that the headers have arrived, but work of the devices may still be queued.
         """
-        self.let_go()
+        self.release_sent()
         while len(self._under_way) > keep:
             oldest = self._under_way[0]
             if isinstance(oldest, _SentByDevice) and oldest.transfer is not None:
                 return
             self._wait_for_oldest()
 
-    def let_go(self) -> None:
+    def release_sent(self) -> None:
         """Drop the tensors of values whose transfers have run, without waiting for any transfer."""
         for place, sent in enumerate(self._under_way):
             if isinstance(sent, _SentByDevice) and sent.transfer is not None:
@@ -379,10 +379,10 @@ class DeviceTransport:
     def abort(self) -> None:
         self._links.abort()
 
-    def let_go(self) -> None:
+    def release_sent(self) -> None:
         for sender in self._senders:
             if not self._links.is_given_up():
-                sender.let_go()
+                sender.release_sent()
 
     def close(self) -> None:
         self._senders.clear()

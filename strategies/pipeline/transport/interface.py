@@ -61,7 +61,7 @@ class Transport(Protocol):
     def abort(self) -> None:
         """End all waits for devices after a failure of any process. Any thread may call this."""
 
-    def let_go(self) -> None:
+    def release_sent(self) -> None:
         """Drop tensors that have been sent, without waiting for any send."""
 
     def close(self) -> None:
@@ -84,8 +84,8 @@ class AroundTransport:
     def abort(self) -> None:
         self._transport.abort()
 
-    def let_go(self) -> None:
-        self._transport.let_go()
+    def release_sent(self) -> None:
+        self._transport.release_sent()
 
     def close(self) -> None:
         self._transport.close()
@@ -120,7 +120,7 @@ class HostTransport:
     def abort(self) -> None:
         """Do nothing: this process waits for messages only, and these waits end without an abort."""
 
-    def let_go(self) -> None:
+    def release_sent(self) -> None:
         """Do nothing: gloo reports an arrival only to a caller that waits, so values are kept until the next pass."""
 
     def close(self) -> None:

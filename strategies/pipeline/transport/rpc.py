@@ -179,7 +179,7 @@ class RpcTransport:
     def abort(self) -> None:
         """Do nothing: no process waits for a device."""
 
-    def let_go(self) -> None:
+    def release_sent(self) -> None:
         """Do nothing: values that have arrived are not kept."""
 
     def close(self) -> None:

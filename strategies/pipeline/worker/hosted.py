@@ -289,7 +289,7 @@ class HostedStage(StageCommands):
         self._activity.doing = "optimizer step"
         own, shared, recorder = self._optimizers[optimizer], self._shared_steps, self._stage.recorder
         if self._transport is not None:
-            self._transport.let_go()  # so that the step can use the memory of sent tensors
+            self._transport.release_sent()  # so that the step can use the memory of sent tensors
         if recorder is not None:
             recorder.begin()
         set_hyperparameters(own, values)

@@ -12,7 +12,7 @@ import pytest
 
 from strategies.commands.declaration import Call, command
 from strategies.commands.failure import Failure
-from strategies.commands.host import Behind, Host, Order
+from strategies.commands.host import AfterFailure, Host, Order
 from strategies.common.activity import Activity
 
 
@@ -122,7 +122,7 @@ def test_after_an_order_has_failed_no_more_orders_run_and_results_tell_the_failu
     failed = own.follow().wait()
     assert isinstance(failed, Failure) and isinstance(failed.exception(), KeyError)
     behind = own.submit([call_of(Commands.append, 3)], 1).wait()
-    assert isinstance(behind, Behind) and behind.failure is failed and behind.reply == [0, 1, 3]
+    assert isinstance(behind, AfterFailure) and behind.failure is failed and behind.reply == [0, 1, 3]
     assert own.hosted.num_announced == 1  # it was announced before the next call ran
     own.close()
 

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from strategies.pipeline.schedule.operations import Group, Meeting, Operation, Post, edge_to
+from strategies.pipeline.schedule.operations import Collective, Group, Operation, Post, edge_to
 from strategies.pipeline.schedule.posting import posting_order
 from strategies.pipeline.schedule.program import Programs
 from strategies.pipeline.schedule.running_order import sources_of
@@ -28,7 +28,7 @@ _POST = re.compile(r"(\d+)(SEND|RECV)_([FB])(\d+)")
 
 
 def operations(text: str, process_of: Sequence[int]) -> list[Operation]:
-    """Read a row as torch prints it; parentheses enclose a group, and other words are meetings of processes 0 and 1."""
+    """Read a row as torch prints it; parentheses enclose a group, and other words are collectives of both processes."""
     row: list[Operation] = []
     members: list[Post] | None = None
     for word in re.findall(r"[()]|[^\s()]+", text):
@@ -196,13 +196,13 @@ def test_communicators_that_are_created_when_they_are_needed() -> None:
         "1RECV_F0 1F0 1SEND_F0",
         "2RECV_F0 2F0 2SEND_F0",
     )
-    pairs = [Meeting(f"create {r} {s}", (r, s)) for r, s in ((0, 1), (1, 2), (0, 2))]
+    pairs = [Collective(f"create {r} {s}", (r, s)) for r, s in ((0, 1), (1, 2), (0, 2))]
     eager = [[*(pair for pair in pairs if r in pair.ranks), *row] for r, row in enumerate(ring)]
     check_runs(eager)
-    for meeting, at in ((pairs[0], [0, 1]), (pairs[1], [1, 2]), (pairs[2], [2, 0])):
+    for collective, at in ((pairs[0], [0, 1]), (pairs[1], [1, 2]), (pairs[2], [2, 0])):
         for place, r in enumerate(at):
-            eager[r].remove(meeting)
-            eager[r].insert(place, meeting)  # each rank first connects to the next one
+            eager[r].remove(collective)
+            eager[r].insert(place, collective)  # each rank first connects to the next one
     with pytest.raises(Deadlock, match="create 0 1 of process 0 waits for create 0 1 of process 1"):
         check_runs(eager)
 

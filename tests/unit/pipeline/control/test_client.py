@@ -14,7 +14,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from strategies.commands.failure import Failure
-from strategies.commands.host import Behind
+from strategies.commands.host import AfterFailure
 from strategies.common.errors import PeerFailed, WorkerLost
 from strategies.pipeline.control import client
 from strategies.pipeline.control.client import Failures, InterruptibleWait, RemoteStage, StageProcess, leading
@@ -104,7 +104,7 @@ def test_what_fails_on_the_link_is_a_failure_and_later_results_are_behind_it(
     failure = Failure.of(KeyError("there"), STAGE, "B2")
     remote.send(StageCommands.average_grads, None)
     answer = remote.ask(StageCommands.num_kept)
-    wire.replies[1].set_result(Behind(failure, 3))
+    wire.replies[1].set_result(AfterFailure(failure, 3))
     with pytest.raises(KeyError, match="there"):
         answer.wait()
     assert answer.rescue() == 3

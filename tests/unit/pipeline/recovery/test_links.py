@@ -44,8 +44,8 @@ class Ends:
     def abort(self) -> None:
         self.calls.append("abort")
 
-    def let_go(self) -> None:
-        self.calls.append("let_go")
+    def release_sent(self) -> None:
+        self.calls.append("release_sent")
 
     def close(self) -> None:
         self.calls.append("close")
@@ -121,6 +121,6 @@ def test_the_rest_goes_to_the_present_connections() -> None:
     transport.fail()
     transport.connect(second)
     transport.abort()
-    transport.let_go()
+    transport.release_sent()
     transport.close()  # a session closes its own
-    assert (first.calls, second.calls) == (["fail"], ["abort", "let_go"])
+    assert (first.calls, second.calls) == (["fail"], ["abort", "release_sent"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from strategies.commands.failure import Failure
-from strategies.commands.host import Behind
+from strategies.commands.host import AfterFailure
 from strategies.common.errors import WorkerLost
 from strategies.optim.calls import MethodCall
 from strategies.pipeline.control import client
@@ -100,7 +100,7 @@ def test_an_answer_after_a_failed_command_does_not_count(running: Run) -> None:
     norms = running.remote.ask(StageCommands.grad_norms, 0, 2.0)
     running.at_replacement.append(lambda: running.answers.update(grad_norms="right"))
     failed = Failure.of(RuntimeError("Connection closed by peer"), "stage 0", "B1")
-    running.replies[0].set_result(Behind(failed, "wrong"))
+    running.replies[0].set_result(AfterFailure(failed, "wrong"))
     running.lose()
     assert norms.wait() == "right"
 

@@ -13,16 +13,16 @@ from schedule_choices import CHOICES
 
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.schedule.operations import (
+    Collective,
     Computation,
     DeviceOperation,
-    Meeting,
     Operation,
     Post,
     UserCode,
     edge_from,
     edge_to,
 )
-from strategies.pipeline.schedule.posting import direct_order, posting_order, with_meetings
+from strategies.pipeline.schedule.posting import direct_order, posting_order, with_collectives
 from strategies.pipeline.schedule.program import Program, Programs, check_order
 from strategies.pipeline.schedule.running_order import sources_of
 from strategies.pipeline.schedule.tables import SCHEDULES, Action, ActionTable, Placement, loop, needs_of, one_f_one_b
@@ -374,9 +374,9 @@ def test_passes_run_one_after_another_with_ties_and_averages(name: str) -> None:
         for replica in range(2):
             own = range(replica * p, replica * p + p)
             left_out = {(e, k) for e in range(num + 1) for k in range(m) if draw.random() < 0.3}
-            shared = [Meeting(f"value {number} {replica}", (own[-1], own[r])) for r in range(p - 1)]
-            moved = [Meeting(f"gradient {number} {replica} {r}", (own[r], own[-1])) for r in range(p - 1)]
-            whole: list[list[Operation]] = with_meetings([[] for _ in range(2 * p)], shared)
+            shared = [Collective(f"value {number} {replica}", (own[-1], own[r])) for r in range(p - 1)]
+            moved = [Collective(f"gradient {number} {replica} {r}", (own[r], own[-1])) for r in range(p - 1)]
+            whole: list[list[Operation]] = with_collectives([[] for _ in range(2 * p)], shared)
             for program in (tables.forward[m], *trains):
                 for r, row in zip(own, posted(program, num), strict=True):
                     whole[r] += [
@@ -388,12 +388,12 @@ def test_passes_run_one_after_another_with_ties_and_averages(name: str) -> None:
                             and (operation.edge, operation.microbatch) in left_out
                         )
                     ]
-            for row, more in zip(rows, with_meetings(whole, moved), strict=True):
+            for row, more in zip(rows, with_collectives(whole, moved), strict=True):
                 row += more
-        rows = with_meetings(rows, [Meeting(f"average {number} {r}", (r, r + p)) for r in range(p)])
+        rows = with_collectives(rows, [Collective(f"average {number} {r}", (r, r + p)) for r in range(p)])
     check_runs(rows)
     check_runs(rows, independent_streams=True, communicator=lambda r, post: (r // p, post.kind, post.edge))
-    rows[0].remove(Meeting("average 1 0", (0, p)))
+    rows[0].remove(Collective("average 1 0", (0, p)))
     with pytest.raises(ValueError, match="process 0 does not take part in average 1 0"):
         check_runs(rows)
 

@@ -205,7 +205,7 @@ def test_tensors_that_have_arrived_are_let_go_without_a_wait(ends: tuple[DeviceS
     receiver.receive(0, 0)
     deadline = time.monotonic() + 5
     while len(held := [sent for sent in sender._under_way if getattr(sent, "transfer", None) is not None]) > 1:
-        sender.let_go()
+        sender.release_sent()
         assert time.monotonic() < deadline
     assert len(held) == 1  # the other one waits for its receive
     receiver.begin(0, 1)

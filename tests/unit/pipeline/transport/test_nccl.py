@@ -224,7 +224,7 @@ def test_values_of_a_pass_go_over_the_links(library: Library, groups: tuple[Proc
     for m, value in enumerate(values):
         arrived = arriving[m].value()
         assert torch.equal(arrived[m], value[m]) and arrived[m].requires_grad == value[m].requires_grad
-    transports[0].let_go()
+    transports[0].release_sent()
     assert [getattr(sent, "transfer", None) for sent in sender._under_way] == [None, None]
     for transport in transports:
         transport.close()
@@ -242,7 +242,7 @@ def test_tensors_that_have_arrived_are_let_go_without_a_wait(
         sender.send(torch.ones(2), 0, m)
     for m in range(2):
         receiver.begin(0, m)
-    sender.let_go()
+    sender.release_sent()
     assert [getattr(sent, "transfer", None) is None for sent in sender._under_way] == [True, True, False]
 
 
