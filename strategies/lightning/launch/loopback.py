@@ -161,3 +161,18 @@ def connect(strategy: ParallelStrategy, timeout: timedelta) -> ExitStack:
             atexit.register(destroy_dist_connection)
     environment.connected()
     return variables
+
+
+def listening_towards(address: str) -> ExitStack:
+    """Make gloo's groups listen on the interface that leads to ``address``.
+
+    Otherwise gloo takes the interface to which the name of the host resolves, or the loopback interface if it does not
+    resolve, and ranks on other hosts wait for the group's time-out.
+
+    Returns:
+        A context to close when the run ends.
+    """
+    variables = ExitStack()
+    if (name := interface_to(address)[1]) and "GLOO_SOCKET_IFNAME" not in os.environ:
+        variables.enter_context(environment_variables(GLOO_SOCKET_IFNAME=name))
+    return variables
