@@ -115,6 +115,7 @@ Precision = pl.plugins.Precision
 PyTorchProfiler = pl.profilers.PyTorchProfiler
 RegisterRecordFunction = pl.profilers.pytorch.RegisterRecordFunction
 RunningStage = pl.trainer.states.RunningStage
+MPIEnvironment = fabric.plugins.environments.MPIEnvironment
 SLURMEnvironment = fabric.plugins.environments.SLURMEnvironment
 StochasticWeightAveraging = pl.callbacks.StochasticWeightAveraging
 Strategy = pl.strategies.Strategy

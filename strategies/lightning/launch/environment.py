@@ -1,5 +1,7 @@
 """Checks which launcher started the processes of a run, and that their number and order fit the Trainer's arguments."""
 
+import sys
+import time
 from collections.abc import Sequence
 
 import torch
@@ -9,9 +11,13 @@ from strategies.lightning.compat import (
     ClusterEnvironment,
     LightningEnvironment,
     MisconfigurationException,
+    MPIEnvironment,
     SLURMEnvironment,
     TorchElasticEnvironment,
 )
+
+_FIRST_SECONDS = 3.0
+"""How much later ranks end than rank 0, since a launcher ends all ranks when the first of them ends."""
 
 
 def check_launch(environment: ClusterEnvironment, num_devices: int, num_nodes: int, num_replicas: int) -> None:
@@ -28,12 +34,7 @@ def check_launch(environment: ClusterEnvironment, num_devices: int, num_nodes: i
     """
     number = num_devices * num_nodes
     if is_external(environment):
-        if environment.world_size() != number:
-            raise MisconfigurationException(
-                f"{type(environment).__name__} has started {environment.world_size()} processes, but the Trainer's "
-                f"devices={num_devices} on each of num_nodes={num_nodes} hosts make {number}; set devices to the "
-                "number of processes on each host, and num_nodes to that of hosts."
-            )
+        check_num_processes(environment, num_devices, num_nodes)
         if ":" in environment.main_address:
             raise MisconfigurationException(
                 f"MASTER_ADDR is the IPv6 address {environment.main_address}; give an IPv4 address or a host name."
@@ -53,6 +54,31 @@ def check_launch(environment: ClusterEnvironment, num_devices: int, num_nodes: i
             f"data_parallel_size={num_replicas} replicas cannot divide {number} devices evenly among them; set "
             f"devices to {num_replicas} times the number of stages."
         )
+
+
+def check_num_processes(environment: ClusterEnvironment, num_devices: int, num_nodes: int) -> None:
+    """Check that a launcher has started as many processes as the Trainer's arguments say.
+
+    Args:
+        environment: Knows how many processes have been started.
+        num_devices: Number of devices of each host.
+        num_nodes: Number of hosts.
+
+    Raises:
+        MisconfigurationException: On rank 0, if the numbers differ.
+        SystemExit: On the other ranks, so that the launcher shows the error once.
+    """
+    number, num_processes = num_devices * num_nodes, environment.world_size()
+    if num_processes == number:
+        return
+    if environment.global_rank() > 0:
+        time.sleep(_FIRST_SECONDS)
+        sys.exit(1)
+    raise MisconfigurationException(
+        f"{type(environment).__name__} has started {num_processes} processes, but the Trainer's devices={num_devices} "
+        f"on each of num_nodes={num_nodes} hosts make {number}; set devices to the number of processes on each host, "
+        "and num_nodes to that of hosts."
+    )
 
 
 def check_visible_gpus(environment: ClusterEnvironment, devices: Sequence[torch.device], num_nodes: int) -> None:
@@ -118,6 +144,23 @@ def _visible_gpus(num_visible: int, num_local: int) -> str:
         "set CUDA_VISIBLE_DEVICES to one list for all ranks of a host, or not at all. For stages that share a GPU, "
         f"leave devices out and set RPCSequentialStrategy(parallel_devices=[torch.device('cuda:0')] * {num_local})."
     )
+
+
+_of_mpi: list[MPIEnvironment] = []
+"""The environment of the first Trainer of this process that trained over ranks of MPI."""
+
+
+def lasting_environment(environment: ClusterEnvironment) -> ClusterEnvironment:
+    """Return the environment of an earlier Trainer of this process under MPI; any other environment unchanged.
+
+    Lightning's environment finds address, port and local rank by collective operations of MPI, in which ranks that
+    have become workers no longer take part.
+    """
+    if not isinstance(environment, MPIEnvironment) or environment.world_size() == 1:
+        return environment
+    if not _of_mpi:
+        _of_mpi.append(environment)
+    return _of_mpi[0]
 
 
 def is_external(environment: ClusterEnvironment) -> bool:
