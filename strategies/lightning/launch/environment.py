@@ -9,12 +9,17 @@ import torch
 from strategies.lightning.compat import (
     GPUS_MISSING,
     ClusterEnvironment,
+    KubeflowEnvironment,
     LightningEnvironment,
+    LSFEnvironment,
     MisconfigurationException,
     MPIEnvironment,
     SLURMEnvironment,
     TorchElasticEnvironment,
 )
+
+_KNOWN = (TorchElasticEnvironment, SLURMEnvironment, MPIEnvironment, LSFEnvironment, KubeflowEnvironment)
+"""The environments whose ranks may become workers."""
 
 _FIRST_SECONDS = 3.0
 """How much later ranks end than rank 0, since a launcher ends all ranks when the first of them ends."""
@@ -187,12 +192,13 @@ def check_environment(environment: ClusterEnvironment) -> None:
         environment: Knows what has started the ranks.
 
     Raises:
-        MisconfigurationException: If it is a variant of Lightning's environment that counts several ranks.
+        MisconfigurationException: If the environment is not known and counts several ranks.
     """
-    if _counts_ranks_itself(environment) and (number := environment.world_size()) > 1:
+    is_known = _is_ours(environment) or isinstance(environment, _KNOWN)
+    if not is_known and (number := environment.world_size()) > 1:
         name = f"{type(environment).__module__}.{type(environment).__qualname__}"
         raise MisconfigurationException(
-            f"{name} says that {number} ranks have been started, by something other than torchrun, SLURM or MPI; a "
-            'pipeline cannot have them as its workers. Start the ranks with one of these, or use strategy="ddp" or '
-            '"zero", which train in the processes that there are.'
+            f"{name} says that {number} ranks have been started, by something other than torchrun, SLURM, MPI, LSF "
+            "or Kubeflow; a pipeline does not know whether they can become its workers. Start the ranks with one of "
+            'these, or use strategy="ddp" or "zero", which train in the processes that there are.'
         )

@@ -3,7 +3,12 @@
 from typing import Any
 
 import pytest
-from pytorch_lightning.plugins.environments import LightningEnvironment, MPIEnvironment, SLURMEnvironment
+from pytorch_lightning.plugins.environments import (
+    ClusterEnvironment,
+    LightningEnvironment,
+    MPIEnvironment,
+    SLURMEnvironment,
+)
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from strategies import DDPStrategy, RPCSequentialStrategy, ZeROStrategy
@@ -48,6 +53,40 @@ def test_a_pipeline_over_ranks_that_cannot_become_workers() -> None:
     build(1)
     with pytest.raises(MisconfigurationException, match=r"CountsRanks says that 2 ranks have been started.*\"ddp\" or"):
         build(2)
+
+
+class OfAnother(ClusterEnvironment):
+    """The environment of a launcher that nobody knows."""
+
+    creates_processes_externally = True
+    main_address, main_port = "127.0.0.1", 29500
+
+    @staticmethod
+    def detect() -> bool:
+        return False
+
+    def world_size(self) -> int:
+        return 2
+
+    def set_world_size(self, size: int) -> None:
+        pass
+
+    def global_rank(self) -> int:
+        return 0
+
+    def set_global_rank(self, rank: int) -> None:
+        pass
+
+    def local_rank(self) -> int:
+        return 0
+
+    def node_rank(self) -> int:
+        return 0
+
+
+def test_a_pipeline_over_ranks_of_an_unknown_launcher() -> None:
+    with pytest.raises(MisconfigurationException, match=r"OfAnother says that 2 ranks have been started.*Kubeflow"):
+        Trainer(accelerator="cpu", devices=2, strategy=RPCSequentialStrategy(), plugins=[OfAnother()], logger=False)
 
 
 class OfMPI(MPIEnvironment):
