@@ -31,12 +31,15 @@ from torch.optim import Optimizer
 from strategies.checkpoint.store import is_sharded, load_sharded, local_path, save_sharded
 from strategies.checkpoint.validate import check_fit
 from strategies.checkpoint.writer import BackgroundWriter, Writer, snapshot
+from strategies.launch.host_links import HostLinks
 from strategies.launch.rank_monitor import Rank0Watch, check_connections, note_lost_connection
+from strategies.launch.rounds import shared_store
 from strategies.lightning.arguments import check_backend, checked
 from strategies.lightning.checkpoints import AtomicCheckpointIO, check_links, convert_model, wait_before_naming
 from strategies.lightning.compat import (
     PACKAGE,
     CheckpointIO,
+    LightningEnvironment,
     MisconfigurationException,
     Strategy,
     Trainer,
@@ -51,7 +54,8 @@ from strategies.lightning.compat import (
     trainer_of,
     unwrapped,
 )
-from strategies.lightning.launch.loopback import LoopbackEnvironment, connect, on_loopback
+from strategies.lightning.launch.environment import check_num_processes, is_external
+from strategies.lightning.launch.loopback import LoopbackEnvironment, connect, listening_towards, on_loopback
 from strategies.lightning.launch.script_launcher import in_place_of, mark_entered
 from strategies.optim.calls import after_steps
 from strategies.optim.restricted import check_optimizer_states, parameters_of
@@ -81,8 +85,12 @@ class StrategyPlugin(Strategy):
     averages_gradients = True
     """Whether backward passes average gradients over the processes; not within :meth:`block_backward_sync`."""
     _rank_0_watch: Rank0Watch | None = None
+    _rpc_timeout_sec: float | None = None
+    """How long another host may be unreachable. ``None`` for a pipeline, which watches the hosts itself."""
+    _host_links: HostLinks | None = None
     _undo_waiting: Sequence[Callable[[], None]] = ()
-    _on_loopback: ExitStack | None = None
+    _listening: ExitStack | None = None
+    """Restores the environment variables that select the interface of process groups."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -116,10 +124,17 @@ class StrategyPlugin(Strategy):
         if has_group:
             check_connections()
         if has_group and isinstance(getattr(ranks, "cluster_environment", None), LoopbackEnvironment):
-            self._on_loopback = connect(ranks, self._timeout or default_pg_timeout)
+            self._listening = connect(ranks, self._timeout or default_pg_timeout)
+        elif self._rpc_timeout_sec is not None and ranks.num_nodes > 1:
+            self._listening = listening_towards(ranks.cluster_environment.main_address)
         super().setup_environment()
         if ranks.world_size > 1:
-            self._rank_0_watch = Rank0Watch(ranks.broadcast(f"relay/rank-0/{uuid4().hex}"))
+            key = ranks.broadcast(f"relay/rank-0/{uuid4().hex}")
+            self._rank_0_watch = Rank0Watch(key)
+            if self._rpc_timeout_sec is not None and ranks.num_nodes > 1:
+                address = ranks.cluster_environment.main_address
+                rank, size = ranks.global_rank, ranks.world_size
+                self._host_links = HostLinks(shared_store(key), "hosts", rank, size, address, self._rpc_timeout_sec)
         mark_entered(self.launcher)
         if self._async_save:
             self._writer = BackgroundWriter()
@@ -192,6 +207,9 @@ class StrategyPlugin(Strategy):
         warnings, so that the user sees the first error.
         """
         self._remove_step_hooks()
+        if self._host_links is not None:
+            self._host_links.end()
+            self._host_links = None
         if self._rank_0_watch is not None:
             self._rank_0_watch.end()
             self._rank_0_watch = None
@@ -201,9 +219,9 @@ class StrategyPlugin(Strategy):
         try:
             self._end_writer(is_first=not self._has_failed())
         finally:
-            if self._on_loopback is not None:
-                self._on_loopback.close()
-                self._on_loopback = None
+            if self._listening is not None:
+                self._listening.close()
+                self._listening = None
             super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:
@@ -235,7 +253,11 @@ class StrategyPlugin(Strategy):
         ranks, start_method = cast(Any, self), start_method_of(self)
         check_backend(given_backend_of(self))
         if hasattr(self, "num_nodes"):  # the strategy has several processes
-            ranks.cluster_environment = on_loopback(ranks.cluster_environment, ranks.num_nodes, start_method)
+            environment = on_loopback(ranks.cluster_environment, ranks.num_nodes, start_method)
+            ranks.cluster_environment = environment
+            is_lightnings = environment is None or isinstance(environment, LightningEnvironment)
+            if environment is not None and not is_lightnings and is_external(environment):
+                check_num_processes(environment, len(ranks.parallel_devices), ranks.num_nodes)
         super()._configure_launcher()
         self._launcher = in_place_of(self._launcher)
 

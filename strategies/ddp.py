@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from strategies.base import StrategyPlugin
 from strategies.common.names import did_you_mean
+from strategies.launch.session import check_timeout
 from strategies.lightning.compat import MisconfigurationException, backend_of, pl, register_ddp_comm_hook
 
 # The communication hooks, and the backends on which each works. The entries for gloo were measured: with torch 2.13,
@@ -51,12 +52,15 @@ class DDPStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
             Default: 1000.
         async_save: If ``True``, training continues while a checkpoint is written from a copy in host memory. Default:
             ``False``.
+        rpc_timeout_sec: With several hosts, the seconds for which a host may be unreachable. After that, an error on
+            every process of either side names both hosts. Default: 60.
         **kwargs: Other arguments of Lightning's ``DDPStrategy``, such as ``process_group_backend``, and of
             ``DistributedDataParallel``, such as ``find_unused_parameters``.
 
     Raises:
         TypeError: If neither Lightning's ``DDPStrategy`` nor ``DistributedDataParallel`` has a keyword of this name.
-        ValueError: If ``comm_hook`` is unknown, or if settings of PowerSGD are out of range or given without PowerSGD.
+        ValueError: If ``comm_hook`` is unknown, if settings of PowerSGD are out of range or given without PowerSGD, or
+            if ``rpc_timeout_sec`` is not above 0.
         MisconfigurationException: When the Trainer is built, if the backend does not support the hook.
     """
 
@@ -70,6 +74,7 @@ class DDPStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         powersgd_rank: int | None = None,
         powersgd_start_step: int | None = None,
         async_save: bool = False,
+        rpc_timeout_sec: float = 60.0,
         **kwargs: Any,
     ) -> None:
         _check_keywords(kwargs)
@@ -85,7 +90,9 @@ class DDPStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
             raise ValueError(f"powersgd_start_step must be at least 2, got {powersgd_start_step}")
         if (period := kwargs.get("model_averaging_period")) is not None and period < 1:
             raise ValueError(f"model_averaging_period must be at least 1, got {period!r}")
+        check_timeout(rpc_timeout_sec)
         super().__init__(**kwargs)
+        self._rpc_timeout_sec = rpc_timeout_sec
         self.comm_hook, self._async_save = comm_hook, async_save
         self._powersgd_rank = powersgd_rank or 1
         self._powersgd_start_step = powersgd_start_step or _POWERSGD_START

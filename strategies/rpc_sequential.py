@@ -167,7 +167,8 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
               :func:`~strategies.pipeline.schedule.custom.custom_table`.
         rpc_timeout_sec: Seconds for which a process may be idle while another process waits for it. After that, the
             process is declared hung and ended, and the error contains its Python stack. A process that computes may
-            take ten times as long. Default: 60.
+            take ten times as long. With several hosts, also the seconds for which a host may be unreachable. After
+            that, an error on every process of either side names both hosts. Default: 60.
         data_plane: How stages exchange activations and gradients. ``"auto"`` (default) selects ``"gloo"``, which
             transfers them through host memory. ``"nccl"`` transfers them from GPU to GPU, if no two stages share a GPU.
             It has never run (``docs/gpu.md``), so ``"auto"`` never selects it. For tests on CPUs, ``"simulated"`` runs

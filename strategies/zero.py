@@ -21,6 +21,7 @@ from strategies.checkpoint.rows import RowStates, read_rows
 from strategies.checkpoint.store import load_sharded, without_values
 from strategies.checkpoint.writer import snapshot
 from strategies.common.torch_compat import broadcast_coalesced, default_group, verify_shapes_across_ranks
+from strategies.launch.session import check_timeout
 from strategies.lightning.arguments import as_misconfiguration
 from strategies.lightning.checkpoints import check_state_dict_type
 from strategies.lightning.compat import (
@@ -104,6 +105,8 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
             ``python -m strategies.checkpoint.consolidate`` turns it into one file.
         async_save: If ``True``, training continues while a checkpoint is written from a copy in host memory. Default:
             ``False``.
+        rpc_timeout_sec: With several hosts, the seconds for which a host may be unreachable. After that, an error on
+            every process of either side names both hosts. Default: 60.
         accelerator: As in Lightning's ``DDPStrategy``; set by the Trainer by default.
         parallel_devices: The device of each rank on this host; set by the Trainer by default.
         cluster_environment: Provides the rank and the address of each process; found by the Trainer by default.
@@ -133,6 +136,7 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         bucket_cap_mb: float = 4.0,
         state_dict_type: str = "full",
         async_save: bool = False,
+        rpc_timeout_sec: float = 60.0,
         accelerator: Any | None = None,
         parallel_devices: list[device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -153,6 +157,8 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         if not bucket_cap_mb > 0:
             raise MisconfigurationException(f"bucket_cap_mb must be more than 0, got {bucket_cap_mb!r}.")
         check_state_dict_type(state_dict_type, checkpoint_io)
+        with as_misconfiguration():
+            check_timeout(rpc_timeout_sec)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -164,6 +170,7 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
             start_method=start_method,
         )
         self.stage, self._state_dict_type, self._async_save = stage, state_dict_type, async_save
+        self._rpc_timeout_sec = rpc_timeout_sec
         self._overlap, self._as_view = overlap_with_ddp, parameters_as_bucket_view
         self._find_unused, self._broadcast_buffers = find_unused_parameters, broadcast_buffers
         self._bucket_bytes = int(bucket_cap_mb * 2**20)

@@ -11,7 +11,17 @@ process uses, and ``python -m trainer`` imports the classes of the configuration
 
 from typing import TYPE_CHECKING
 
-from strategies.common.names import imported_on_first_use
+try:
+    from strategies.common.names import imported_on_first_use
+except ModuleNotFoundError as error:
+    if error.name is None or not error.name.startswith("strategies"):
+        raise
+    import strategies
+
+    raise ImportError(
+        f"Relay's trainer needs Relay's package strategies, but Python has found {strategies.__file__}. Rename that "
+        "module, or start the run with the command relay, which does not search the folder of a script."
+    ) from error
 
 if TYPE_CHECKING:
     from trainer.monitor import PipelineMonitor

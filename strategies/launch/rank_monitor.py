@@ -26,6 +26,7 @@ import torch.distributed as dist
 from strategies.common.activity import Note, noted
 from strategies.common.errors import is_consequence
 from strategies.common.torch_compat import default_store, forget_group_names, has_excepthook_of_groups
+from strategies.launch.host_links import HostLinks
 from strategies.launch.rendezvous import InterruptibleTCPStore
 from strategies.launch.session import set_variables
 from strategies.launch.supervision import Watchdog, end_together, ending
@@ -340,7 +341,7 @@ class Rank0Watch:
         try:
             store.wait([self._keys[self._rank]], _FOREVER)
         except dist.DistNetworkError:
-            return not self._ended.is_set()
+            return not self._ended.is_set() and HostLinks.wait_for_lost() is None  # its error comes instead
         return False
 
 

@@ -146,12 +146,18 @@ class RankSupervisor:
         rank: The number of the rank, for messages.
         start: Starts the worker of a session, given its number and the file descriptor for standard input.
         prepare: Called every second after the first session has begun.
+        replaces: Whether a new worker follows a worker that a signal ended.
     """
 
     def __init__(
-        self, rank: int, start: Callable[[int, int], Process], *, prepare: Callable[[], object] = lambda: None
+        self,
+        rank: int,
+        start: Callable[[int, int], Process],
+        *,
+        prepare: Callable[[], object] = lambda: None,
+        replaces: bool = True,
     ) -> None:
-        self._rank, self._start, self._prepare = rank, start, prepare
+        self._rank, self._start, self._prepare, self._replaces = rank, start, prepare, replaces
         self._worker: _Worker | None = None
         self._driver: int | None = None
         self._alone_since: float | None = None
@@ -160,7 +166,8 @@ class RankSupervisor:
     def run(self, number: int) -> int:
         """Run workers, starting with session ``number``. Returns the exit status of the last worker.
 
-        A worker is replaced if its session is over and the driver starts a new session, or if a signal ended it.
+        A worker is replaced if its session is over and the driver starts a new session, or if a signal ended it and
+        ``replaces`` is set.
         """
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in the worker
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -174,7 +181,7 @@ class RankSupervisor:
             if status == NEXT_SESSION:
                 continue
             is_killed = status < 0 and status != -signal.SIGTERM
-            if not is_killed or self._is_asked_to_end or num_early == _MOST_EARLY_ENDS:
+            if not (is_killed and self._replaces) or self._is_asked_to_end or num_early == _MOST_EARLY_ENDS:
                 return status
             how = f"rank {self._rank}: its worker {end_of(worker.process)}"
             if self._driver is not None and not is_alive(self._driver):

@@ -19,12 +19,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ import torch.distributed as dist
 from strategies.common.activity import noted
 from strategies.common.errors import WorkerLost
 from strategies.launch import rank_supervisor
+from strategies.launch.host_links import HostLinks
 from strategies.launch.session import Session, join_rpc, leave_rpc, refuse_other_rpc
 from strategies.launch.supervision import is_alive
 from strategies.launch.workers import environment_of_worker, share_of_threads
@@ -101,6 +102,12 @@ class World:
         """The number of threads of each rank. ``OMP_NUM_THREADS`` takes precedence (torchrun sets it to 1)."""
         return torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else share_of_threads(self.num_local)
 
+    def links(self, number: int, timeout_seconds: float) -> HostLinks | None:
+        """Watch the other hosts during session ``number``; ``None`` if there is one host."""
+        if self.size == self.num_local:
+            return None
+        return HostLinks(self.store, f"links/{number}", self.rank, self.size, self.address, timeout_seconds)
+
     def rendezvous(self) -> str:
         """The URL of a new rendezvous."""
         return f"relay://{self.address}:{self.port}/relay-{secrets.token_hex(8)}"
@@ -118,9 +125,9 @@ class World:
         """The number of stages per pipeline, as set by the first rank that calls this."""
         return int(store.compare_set("num_stages", "", str(self.num_stages)))
 
-    def next_call(self, store: dist.Store) -> str:
-        """The key under which the workers of this driver wait for the next session."""
-        return call_key(self.driver, store.add(f"sessions/{self.driver}", 1))
+    def next_number(self, store: dist.Store) -> int:
+        """The number of the next session of this driver, for which its workers wait."""
+        return store.add(f"sessions/{self.driver}", 1)
 
 
 def call_key(driver: int, number: int) -> str:
@@ -145,6 +152,7 @@ class Ranks:
         self.slots: list[list[tuple[str, int]]] = []
         """The slots for snapshots of each worker, on its host: path and inode of each."""
         self._joined = False
+        self._links: HostLinks | None = None
 
     def start(self, *, timeout_seconds: float, threads: int) -> Session:
         """Start a session, and return when all workers have joined it; see ``Workers.start``.
@@ -165,7 +173,9 @@ class Ranks:
             reachable_address=world.address,
             notes=tempfile.mkdtemp(prefix="relay-"),
         )
-        self._session, self._store, self._call = session, store, world.next_call(store)
+        number = world.next_number(store)
+        self._session, self._store, self._call = session, store, call_key(world.rank, number)
+        self._links = world.links(number, timeout_seconds)
         store.set(self._call, session.to_json())
         ready = [ready_key(self._call, stage) for stage in range(len(world.workers))]
         seconds = _ARRIVAL_SECONDS if self._call.endswith("/1") else _ARRIVAL_SECONDS_LATER
@@ -243,8 +253,12 @@ class Ranks:
 
     def stop(self, *, grace_seconds: float) -> None:
         """End the session. The workers then wait for the next session. Can be called at any time."""
+        if self._links is not None:
+            self._links.end()
+            self._links = None
         if self._store is not None:
-            self._store.set(over_key(self._call), "")
+            with suppress_of_lost_store():
+                self._store.set(over_key(self._call), "")
             self._store = None
         if self._joined:
             leave_rpc()
@@ -275,17 +289,24 @@ def gone_key(rank: int) -> str:
 
 def dismiss(world: World, store: dist.Store) -> None:
     """End the workers of a driver, at the end of the driver's process."""
-    store.set(world.next_call(store), "")
-    store.set(gone_key(world.rank), "")
     listeners = range(world.size) if world.keeps_store else world.workers
-    failed = hasattr(sys, "last_value")  # an uncaught exception
-    appear(
-        store, [gone_key(rank) for rank in listeners], _FAREWELL_SECONDS_AFTER_ERROR if failed else _FAREWELL_SECONDS
-    )
+    failed = hasattr(sys, "last_value") or HostLinks.lost is not None  # an uncaught exception
+    seconds = _FAREWELL_SECONDS_AFTER_ERROR if failed else _FAREWELL_SECONDS
+    with suppress_of_lost_store():
+        store.set(call_key(world.rank, world.next_number(store)), "")
+        store.set(gone_key(world.rank), "")
+        appear(store, [gone_key(rank) for rank in listeners], seconds)
+
+
+def suppress_of_lost_store() -> AbstractContextManager[None]:
+    """Context that suppresses errors of the store if this process has lost a host, which may be that of the store."""
+    return nullcontext() if HostLinks.lost is None else suppress(dist.DistNetworkError)
 
 
 def become_worker(world: World, number: int = 1, *, replace: bool = False) -> NoReturn:
     """Replace this process with a worker that serves the sessions of its driver, starting with ``number``.
+
+    A rank of MPI starts the worker as a child process instead.
 
     Args:
         world: All ranks, and which of them this process is.
@@ -294,6 +315,8 @@ def become_worker(world: World, number: int = 1, *, replace: bool = False) -> No
     """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
+    if (mpi := initialized_mpi()) is not None:
+        _serve_in_child(world, number, mpi, replaces=replace)
     for descriptor in Path("/dev/fd").iterdir():  # the connections of the script must close
         if int(descriptor.name) > 2:
             _close_on_exec(int(descriptor.name))
@@ -303,6 +326,30 @@ def become_worker(world: World, number: int = 1, *, replace: bool = False) -> No
     else:
         command = [rank_supervisor.SERVE, description, "session", str(number)]
     os.execve(sys.executable, [sys.executable, "-m", *command], environment_of_worker(sys.path))
+
+
+def initialized_mpi() -> Any:
+    """Return the module ``mpi4py.MPI`` if this process takes part in MPI."""
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    return mpi if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() else None
+
+
+def _serve_in_child(world: World, number: int, mpi: Any, *, replaces: bool) -> NoReturn:
+    """Run the worker as a child of this process, which stays a rank of MPI and ends as one.
+
+    ``mpirun`` reports a run as failed if a rank does not finalize MPI, and ``exec`` leaves MPI without that. The rank
+    finalizes MPI after its worker, at the same time as the driver, because the ranks wait for each other there.
+    """
+    # A module of the user's that imports mpi4py must not make the worker a second process with the number of this rank.
+    os.environ.update(environment_of_worker(sys.path), MPI4PY_RC_INITIALIZE="0")
+    start = rank_supervisor.Starts(json.dumps(asdict(world)))
+    supervisor = rank_supervisor.RankSupervisor(world.rank, start, prepare=start.prepare, replaces=replaces)
+    status = supervisor.run(number)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    if status == 0:
+        mpi.Finalize()
+    os._exit(status if status >= 0 else 128 - status)
 
 
 def _close_on_exec(descriptor: int) -> None:

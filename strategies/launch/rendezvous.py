@@ -84,6 +84,22 @@ class InterruptibleStore(dist.Store):
             sleep_seconds = min(2 * sleep_seconds, _LOOK_SECONDS)
 
 
+def check_loopback() -> None:
+    """Check that processes of this host can connect to each other.
+
+    Raises:
+        RuntimeError: If they cannot, which torch would report by ending the process.
+    """
+    try:
+        with socket.create_server((LOOPBACK, 0)) as listener, socket.create_connection(listener.getsockname(), 5):
+            pass
+    except OSError as error:
+        raise RuntimeError(
+            f"The processes of this host connect to each other at {LOOPBACK}, which does not work here: {error}. The "
+            "loopback interface may be down, as in a new network namespace: `ip link set lo up` starts it."
+        ) from error
+
+
 def interface_to(address: str) -> tuple[str, str]:
     """Return address and name (empty if not known) of the interface of this host that leads to an address.
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from threading import Event
+from threading import TIMEOUT_MAX, Event
 from typing import Any, ClassVar
 
 from torch import distributed as dist
@@ -107,6 +107,16 @@ class Session:
         return cls(**json.loads(text))
 
 
+def check_timeout(seconds: float) -> None:
+    """Check the value of ``rpc_timeout_sec``.
+
+    Raises:
+        ValueError: If it is not a finite number above 0.
+    """
+    if not isinstance(seconds, int | float) or not 0 < seconds < TIMEOUT_MAX:
+        raise ValueError(f"rpc_timeout_sec must be a finite number of seconds above 0, got {seconds!r}.")
+
+
 def refuse_other_rpc() -> None:
     """Check that this process is not part of an RPC session.
 
@@ -143,7 +153,7 @@ def join_rpc(session: Session, rank: int, check: Callable[[], None] = lambda: No
     _, name = interface_to(session.reachable_address)
     with environment_variables(**{"TP_SOCKET_IFNAME": name} if name else {}):
         agent = rpc.TensorPipeAgent(store, session.name(rank), number, session.size, options, {}, [])
-    set_rpc_agent(agent)
+        set_rpc_agent(agent)  # starts to listen; without the variable, where the name of the host resolves to
     Session.has_been = True
 
 

@@ -17,6 +17,7 @@ from strategies.common.activity import noted
 from strategies.common.errors import WorkerLost
 from strategies.launch.allocator import variables_of_worker
 from strategies.launch.fork_server import ForkServer, OwnForkServer, server_for
+from strategies.launch.rendezvous import check_loopback
 from strategies.launch.session import Session, join_rpc, leave_rpc, refuse_other_rpc
 from strategies.launch.supervision import Process, end_of, end_together
 
@@ -54,9 +55,10 @@ class Workers:
 
         Raises:
             RuntimeError: If this process is already part of an RPC session, or if a worker ends or does not appear in
-                time.
+                time, or if the loopback interface does not work.
         """
         refuse_other_rpc()
+        check_loopback()
         self._directory = tempfile.mkdtemp(prefix="relay-")
         session = Session(
             rendezvous=f"file://{self._directory}",

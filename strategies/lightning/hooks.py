@@ -183,9 +183,9 @@ def show_summary(callback: ModelSummary, summary: Callable[[Trainer, LightningMo
 
 
 def add_to_progress_bar(bar: Any, items: Callable[[], dict[str, str]]) -> Undo:
-    """Add items to a progress bar."""
+    """Add items to a progress bar, before other values: a narrow terminal cuts off the last ones."""
     get_metrics = bar.get_metrics
-    return replaced(bar, "get_metrics", lambda *args: {**get_metrics(*args), **items()})
+    return replaced(bar, "get_metrics", lambda *args: {**items(), **get_metrics(*args)})
 
 
 def around_stop(profiler: PyTorchProfiler, stop: Callable[[Callable[[str], None], str], None]) -> Undo:

@@ -56,15 +56,6 @@ ELSEWHERE: dict[str, list[str]] = {
         "integration/launch/test_rank_supervisor.py",
         "faults/test_rank_recovery.py",
     ],
-    "strategies/launch/ranks.py": [
-        "integration/replicas/test_launch.py",
-        "faults/test_rank_recovery.py",
-        "unit/test_rpc_sequential.py",
-    ],
-    "strategies/launch/rendezvous.py": [
-        "unit/pipeline/transport/test_channel.py",
-        "integration/replicas/test_security.py",
-    ],
     "strategies/launch/supervision.py": [
         "faults/test_faults_ranks.py",
         "integration/launch/test_rank_supervisor.py",

@@ -6,7 +6,7 @@
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -151,7 +151,7 @@ def line_chart(
     bottom = _HEIGHT - _BOTTOM
     size, label = f"{width:.0f} {_HEIGHT:.0f}", escape(title)
     across = f'x1="{margin:.1f}" x2="{width - _RIGHT}"'
-    parts = [f'<svg class="chart{" wide" if wide else ""}" viewBox="0 0 {size}" role="img" aria-label="{label}">']
+    parts = [f'<svg class="chart" viewBox="0 0 {size}" role="img" aria-label="{label}">']
     for level, text in zip(levels, level_labels, strict=True):
         parts.append(f'<line class="grid" {across} y1="{y(level):.1f}" y2="{y(level):.1f}"/>')
         parts.append(f'<text x="{margin - 7:.1f}" y="{y(level) + 4:.1f}" text-anchor="end">{text}</text>')
@@ -181,15 +181,23 @@ def line_chart(
     return "\n".join([*parts, "</svg>"])
 
 
-def bars(rows: Sequence[tuple[str, Sequence[Segment]]], title: str, unit: str) -> str:
+def for_pages(draw: Callable[[bool], str]) -> str:
+    """Return a chart in two widths, of which a broad page shows the first, and a phone the second.
+
+    Args:
+        draw: Returns the chart. The argument says whether it is wide.
+    """
+    return f'<div class="broad">{draw(True)}</div><div class="narrow">{draw(False)}</div>'
+
+
+def bars(rows: Sequence[tuple[str, Sequence[Segment]]], title: str, unit: str, *, wide: bool = True) -> str:
     """Return an SVG element with a bar for each name, on one scale that begins at 0."""
-    width = 2 * _WIDTH
-    levels = ticks(0.0, max(sum(segment.size for segment in segments) for _, segments in rows) or 1.0, 8)
+    width = 2 * _WIDTH if wide else _WIDTH
+    longest = max(sum(segment.size for segment in segments) for _, segments in rows)
+    levels = ticks(0.0, longest or 1.0, 8 if wide else 4)
     scale = (width - _NAME - 40.0) / levels[-1]
     bottom = _BAR * len(rows)
-    parts = [
-        f'<svg class="chart wide" viewBox="0 0 {width:.0f} {bottom + 44:.0f}" role="img" aria-label="{escape(title)}">'
-    ]
+    parts = [f'<svg class="chart" viewBox="0 0 {width:.0f} {bottom + 44:.0f}" role="img" aria-label="{escape(title)}">']
     for r, (name, segments) in enumerate(rows):
         top, left = _BAR * r, _NAME
         parts.append(f'<text x="{_NAME - 8}" y="{top + 19}" text-anchor="end">{escape(name)}</text>')

@@ -5,6 +5,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from html import escape
 from pathlib import Path
 from statistics import mean, median
@@ -12,7 +13,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from strategies.planning.picture import COLOURS
-from trainer.report.charts import NUM_COLOURS, Segment, Series, bars, line_chart, number, step_number, style
+from trainer.report.charts import NUM_COLOURS, Segment, Series, bars, for_pages, line_chart, number, step_number, style
 from trainer.report.run_folder import Curve, ReportedRun
 
 MOST_PICTURES, MOST_LOSSES = 12, 4
@@ -68,7 +69,8 @@ code, pre { font-family: ui-monospace, monospace; font-size: .87em; } pre { over
 .charts .card { margin: 0; min-width: 0; }
 .scroll { overflow-x: auto; } .tall { max-height: 24rem; overflow-y: auto; }
 svg { display: block; width: 100%; height: auto; } svg text { fill: var(--ink); font: 12.5px system-ui, sans-serif; }
-svg.wide, table.wide { min-width: 640px; } .gantt svg { min-width: 760px; } .gantt svg svg { min-width: 0; }
+table.wide { min-width: 640px; } .narrow { display: none; }
+.gantt svg { min-width: 760px; } .gantt svg svg { min-width: 0; }
 .chart text { fill: var(--soft); } .grid { stroke: var(--line); } .tick { stroke: var(--soft); }
 .mark { stroke: var(--ink); stroke-dasharray: 2 3; stroke-width: 1.5; }
 .line { fill: none; stroke-width: 1.8; stroke-linejoin: round; } .line.dashed { stroke-dasharray: 5 3; }
@@ -85,7 +87,8 @@ td.name { overflow-wrap: anywhere; }
 .key { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 6px; vertical-align: -1px; }
 .key.waiting { border: 1px dashed var(--soft); } .keys > span { margin-right: 14px; white-space: nowrap; }
 .key.dashed { opacity: .6; } summary { cursor: pointer; } details + details { margin-top: 8px; }
-@media (max-width: 720px) { .charts { grid-template-columns: minmax(0, 1fr); } }
+@media (max-width: 720px) { .charts { grid-template-columns: minmax(0, 1fr); }
+  .broad { display: none; } .narrow { display: block; } }
 @media (max-width: 900px) { .chart text { font-size: 16px; } th, td { padding-right: 10px; } }
 """
 
@@ -228,10 +231,10 @@ def _balance(run: ReportedRun) -> Iterator[str]:
             for layer in process["layers"]
         ]
         rows.append((process["name"], segments))
-    yield '<div class="card scroll">'
+    yield '<div class="card">'
     yield f"<h3>Balance {escape(str(pipeline['balance']))}: layers and their parameters</h3>"
     yield f'<p class="soft">{escape(_facts(pipeline, ("schedule", "microbatches")))}</p>'
-    yield bars(rows, "parameters of the layers of each process", unit)
+    yield for_pages(lambda wide: bars(rows, "parameters of the layers of each process", unit, wide=wide))
     yield "<table><tr><th>process</th><th>layers</th><th class=right>parameters</th></tr>"
     for process in pipeline["processes"]:
         key = f'<span class="key {style(colour_of[process["name"]])}"></span>'
@@ -309,12 +312,13 @@ def _parts_of_steps(run: ReportedRun) -> Iterator[str]:
         if segments:
             rows.append((name, segments))
     if rows:
-        yield '<div class="card scroll"><h3>Parts of a step (ms, mean of the recorded steps)</h3><p class="keys">'
+        yield '<div class="card"><h3>Parts of a step (ms, mean of the recorded steps)</h3><p class="keys">'
         for scalar in _PARTS:
             if scalar in used:
                 words, kind = _PARTS[scalar]
                 yield f'<span><span class="key {kind}"></span>{words}</span>'
-        yield f"</p>{bars(rows, 'parts of a step of each process', 'milliseconds')}</div>"
+        title = "parts of a step of each process"
+        yield f"</p>{for_pages(lambda wide: bars(rows, title, 'milliseconds', wide=wide))}</div>"
 
 
 def _timetables(run: ReportedRun) -> Iterator[str]:
@@ -418,12 +422,15 @@ def _chart(
         for i, (name, curve) in enumerate(curves.items())
     ]
     drawable = [own for own in series if _finite(own.curve)]
-    picture = line_chart(drawable, title, from_zero=from_zero, wide=wide, marks=marks) if drawable else ""
+    draw = partial(_line_chart, drawable, title, from_zero, marks)
+    picture = "" if not drawable else for_pages(draw) if wide else draw(False)
     legend = "".join(_legend_row(own) for own in series)
     head = "<tr><th></th><th class=right>last</th><th class=right>lowest</th><th class=right>highest</th></tr>"
-    if wide:
-        picture = f'<div class="scroll">{picture}</div>'
     return f'<div class="card"><h3>{escape(title)}</h3>{picture}<table>{head}{legend}</table></div>'
+
+
+def _line_chart(series: Sequence[Series], title: str, from_zero: bool, marks: Any, wide: bool) -> str:
+    return line_chart(series, title, from_zero=from_zero, wide=wide, marks=marks)
 
 
 def _legend_row(series: Series) -> str:

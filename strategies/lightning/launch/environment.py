@@ -1,5 +1,7 @@
 """Checks which launcher started the processes of a run, and that their number and order fit the Trainer's arguments."""
 
+import sys
+import time
 from collections.abc import Sequence
 
 import torch
@@ -7,11 +9,20 @@ import torch
 from strategies.lightning.compat import (
     GPUS_MISSING,
     ClusterEnvironment,
+    KubeflowEnvironment,
     LightningEnvironment,
+    LSFEnvironment,
     MisconfigurationException,
+    MPIEnvironment,
     SLURMEnvironment,
     TorchElasticEnvironment,
 )
+
+_KNOWN = (TorchElasticEnvironment, SLURMEnvironment, MPIEnvironment, LSFEnvironment, KubeflowEnvironment)
+"""The environments whose ranks may become workers."""
+
+_FIRST_SECONDS = 3.0
+"""How much later ranks end than rank 0, since a launcher ends all ranks when the first of them ends."""
 
 
 def check_launch(environment: ClusterEnvironment, num_devices: int, num_nodes: int, num_replicas: int) -> None:
@@ -28,12 +39,7 @@ def check_launch(environment: ClusterEnvironment, num_devices: int, num_nodes: i
     """
     number = num_devices * num_nodes
     if is_external(environment):
-        if environment.world_size() != number:
-            raise MisconfigurationException(
-                f"{type(environment).__name__} has started {environment.world_size()} processes, but the Trainer's "
-                f"devices={num_devices} on each of num_nodes={num_nodes} hosts make {number}; set devices to the "
-                "number of processes on each host, and num_nodes to that of hosts."
-            )
+        check_num_processes(environment, num_devices, num_nodes)
         if ":" in environment.main_address:
             raise MisconfigurationException(
                 f"MASTER_ADDR is the IPv6 address {environment.main_address}; give an IPv4 address or a host name."
@@ -53,6 +59,31 @@ def check_launch(environment: ClusterEnvironment, num_devices: int, num_nodes: i
             f"data_parallel_size={num_replicas} replicas cannot divide {number} devices evenly among them; set "
             f"devices to {num_replicas} times the number of stages."
         )
+
+
+def check_num_processes(environment: ClusterEnvironment, num_devices: int, num_nodes: int) -> None:
+    """Check that a launcher has started as many processes as the Trainer's arguments say.
+
+    Args:
+        environment: Knows how many processes have been started.
+        num_devices: Number of devices of each host.
+        num_nodes: Number of hosts.
+
+    Raises:
+        MisconfigurationException: On rank 0, if the numbers differ.
+        SystemExit: On the other ranks, so that the launcher shows the error once.
+    """
+    number, num_processes = num_devices * num_nodes, environment.world_size()
+    if num_processes == number:
+        return
+    if environment.global_rank() > 0:
+        time.sleep(_FIRST_SECONDS)
+        sys.exit(1)
+    raise MisconfigurationException(
+        f"{type(environment).__name__} has started {num_processes} processes, but the Trainer's devices={num_devices} "
+        f"on each of num_nodes={num_nodes} hosts make {number}; set devices to the number of processes on each host, "
+        "and num_nodes to that of hosts."
+    )
 
 
 def check_visible_gpus(environment: ClusterEnvironment, devices: Sequence[torch.device], num_nodes: int) -> None:
@@ -120,6 +151,23 @@ def _visible_gpus(num_visible: int, num_local: int) -> str:
     )
 
 
+_of_mpi: list[MPIEnvironment] = []
+"""The environment of the first Trainer of this process that trained over ranks of MPI."""
+
+
+def lasting_environment(environment: ClusterEnvironment) -> ClusterEnvironment:
+    """Return the environment of an earlier Trainer of this process under MPI; any other environment unchanged.
+
+    Lightning's environment finds address, port and local rank by collective operations of MPI, in which ranks that
+    have become workers no longer take part.
+    """
+    if not isinstance(environment, MPIEnvironment) or environment.world_size() == 1:
+        return environment
+    if not _of_mpi:
+        _of_mpi.append(environment)
+    return _of_mpi[0]
+
+
 def is_external(environment: ClusterEnvironment) -> bool:
     """Return whether a launcher such as torchrun has started several processes."""
     ours = _is_ours(environment)
@@ -144,12 +192,13 @@ def check_environment(environment: ClusterEnvironment) -> None:
         environment: Knows what has started the ranks.
 
     Raises:
-        MisconfigurationException: If it is a variant of Lightning's environment that counts several ranks.
+        MisconfigurationException: If the environment is not known and counts several ranks.
     """
-    if _counts_ranks_itself(environment) and (number := environment.world_size()) > 1:
+    is_known = _is_ours(environment) or isinstance(environment, _KNOWN)
+    if not is_known and (number := environment.world_size()) > 1:
         name = f"{type(environment).__module__}.{type(environment).__qualname__}"
         raise MisconfigurationException(
-            f"{name} says that {number} ranks have been started, by something other than torchrun, SLURM or MPI; a "
-            'pipeline cannot have them as its workers. Start the ranks with one of these, or use strategy="ddp" or '
-            '"zero", which train in the processes that there are.'
+            f"{name} says that {number} ranks have been started, by something other than torchrun, SLURM, MPI, LSF "
+            "or Kubeflow; a pipeline does not know whether they can become its workers. Start the ranks with one of "
+            'these, or use strategy="ddp" or "zero", which train in the processes that there are.'
         )

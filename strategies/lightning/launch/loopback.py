@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from strategies.launch.rendezvous import LOOPBACK, interface_to
+from strategies.launch.rendezvous import LOOPBACK, check_loopback, interface_to
 from strategies.launch.session import environment_variables
 from strategies.launch.supervision import Watchdog
 from strategies.lightning.compat import (
@@ -55,6 +55,7 @@ class LoopbackEnvironment(LightningEnvironment):
     def main_port(self) -> int:
         """The port on which rank 0 listens; the first read on rank 0 starts listening."""
         if self._main_port == -1 and self.local_rank() == 0:
+            check_loopback()
             self._listener = socket.socket()
             self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._listener.bind((LOOPBACK, int(os.environ.get("MASTER_PORT", 0))))
@@ -160,4 +161,19 @@ def connect(strategy: ParallelStrategy, timeout: timedelta) -> ExitStack:
         if backend == "nccl":  # as Lightning does
             atexit.register(destroy_dist_connection)
     environment.connected()
+    return variables
+
+
+def listening_towards(address: str) -> ExitStack:
+    """Make gloo's groups listen on the interface that leads to ``address``.
+
+    Otherwise gloo takes the interface to which the name of the host resolves, or the loopback interface if it does not
+    resolve, and ranks on other hosts wait for the group's time-out.
+
+    Returns:
+        A context to close when the run ends.
+    """
+    variables = ExitStack()
+    if (name := interface_to(address)[1]) and "GLOO_SOCKET_IFNAME" not in os.environ:
+        variables.enter_context(environment_variables(GLOO_SOCKET_IFNAME=name))
     return variables

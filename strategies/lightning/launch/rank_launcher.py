@@ -6,6 +6,7 @@ from typing import Any
 
 from torch.distributed import Store
 
+from strategies.launch.host_links import explaining_lost_hosts
 from strategies.launch.ranks import World, become_worker, dismiss
 from strategies.lightning.compat import Launcher, MisconfigurationException, Trainer
 
@@ -45,7 +46,8 @@ class RanksLauncher(Launcher):
                 )
             atexit.register(dismiss, self._world, store)
             self._store = store
-        return function(*args, **kwargs)
+        with explaining_lost_hosts():
+            return function(*args, **kwargs)
 
     def kill(self, signum: Any) -> None:
         """Do nothing: the launcher that has started the processes ends them."""

@@ -26,6 +26,7 @@ from strategies.lightning.launch.environment import (
     check_numbering,
     check_visible_gpus,
     is_external,
+    lasting_environment,
 )
 from strategies.lightning.launch.rank_launcher import RanksLauncher
 from strategies.pipeline.optim.replicas import Replicas
@@ -111,8 +112,9 @@ class ReplicatedStrategy(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         # Called when the Trainer is built: the devices are known, and no process has been started.
-        environment, num_local = self.cluster_environment, len(self.parallel_devices or ())
-        assert environment is not None
+        assert self.cluster_environment is not None
+        self.cluster_environment = environment = lasting_environment(self.cluster_environment)
+        num_local = len(self.parallel_devices or ())
         check_environment(environment)
         if is_external(environment):
             check_visible_gpus(environment, self.parallel_devices or (), self.num_nodes)

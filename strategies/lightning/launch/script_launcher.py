@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 
+from strategies.launch.host_links import explaining_lost_hosts
 from strategies.launch.rank_monitor import (
     MonitoredRank,
     RankLost,
@@ -61,7 +62,8 @@ class ScriptLauncher(SubprocessScriptLauncher):
             self.procs = role.processes  # which another Trainer may have started
             return self._lead(role, function, *args, **kwargs)
         if role is None or trainer is None:
-            return function(*args, **kwargs)
+            with explaining_lost_hosts():
+                return function(*args, **kwargs)
         role.await_end()
         with role.call(), noting_phases(trainer.strategy, role.note):
             return function(*args, **kwargs)

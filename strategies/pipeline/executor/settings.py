@@ -1,6 +1,5 @@
 """The validated settings of a pipeline."""
 
-import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 import torch
 
 from strategies.common.names import did_you_mean
-from strategies.launch.session import BUSY_FACTOR
+from strategies.launch.session import BUSY_FACTOR, check_timeout
 from strategies.pipeline.schedule.custom import CustomTable, custom_table
 from strategies.pipeline.schedule.planned import AUTO as AUTO_SCHEDULE
 from strategies.pipeline.schedule.posting import direct_order, posting_order
@@ -96,9 +95,7 @@ class Settings:
         self._check_schedule()
         if not isinstance(self.microbatches, int) or isinstance(self.microbatches, bool) or self.microbatches < 1:
             raise ValueError(f"microbatches must be a whole number of at least 1, got {self.microbatches!r}.")
-        seconds = self.rpc_timeout_sec
-        if not isinstance(seconds, int | float) or not 0 < seconds < threading.TIMEOUT_MAX:
-            raise ValueError(f"rpc_timeout_sec must be a finite number of seconds above 0, got {seconds!r}.")
+        check_timeout(self.rpc_timeout_sec)
         if self.schedule != "gpipe" and not self.pipelined_backward:
             raise ValueError(
                 f"pipelined_backward=False waits for all forward passes, which schedule={self.schedule!r} does not do; "

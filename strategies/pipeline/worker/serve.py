@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import rpc
 
+from strategies.launch.host_links import HostLinks
 from strategies.launch.rank_supervisor import NEXT_SESSION, end_with_supervisor, memory_files, note_session
 from strategies.launch.ranks import (
     World,
@@ -56,14 +57,18 @@ def main(world: World, number: int, supervisor: int = 0, slots: str = "") -> Non
     store = world.store()
     call, session = _next_session(world, store, number)
     leave = partial(_leave, world, store, number, supervisor)
+    links = world.links(number, session.timeout_seconds)
     try:
         held = json.loads(slots) if supervisor else memory_files(f"relay-snapshot-{world.rank}")
         _serve(world, store, call, session, leave, supervisor, held)
     except RuntimeError as error:
         if not _is_over(store, call):
             session.forget()  # because the driver can no longer do this
-            sys.stderr.write(f"rank {world.rank} ends, because its driver, rank {world.driver}, is gone: {error}\n")
+            why = HostLinks.wait_for_lost() or f"its driver, rank {world.driver}, is gone: {error}"
+            sys.stderr.write(f"rank {world.rank} ends, because {why}\n")
             os._exit(1)
+    if links is not None:
+        links.end()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     leave()
 

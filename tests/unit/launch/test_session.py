@@ -5,8 +5,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
 from strategies.common.activity import Activity
+from strategies.launch import session as session_module
 from strategies.launch.session import Session, variables_of_nccl
 from strategies.pipeline.worker import process
 
@@ -48,3 +50,16 @@ def test_the_watchdog_of_torch_ends_no_worker(monkeypatch: pytest.MonkeyPatch) -
         process._transport(payload, group, SESSION, Activity())
     assert [found.get(name) for name in names] == ["0"] * len(names)
     assert not any(name in os.environ for name in names)
+
+
+def test_rpc_starts_to_listen_on_the_interface_of_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch reads the variable when the agent starts. Otherwise it takes the address of the name of the host."""
+    found: list[str | None] = []
+    monkeypatch.setattr(session_module.rpc, "TensorPipeAgent", lambda *_: None)
+    monkeypatch.setattr(session_module, "store_at", lambda *_: HashStore())
+    monkeypatch.setattr(session_module, "set_autograd_number", lambda _: None)
+    monkeypatch.setattr(session_module, "set_rpc_agent", lambda _: found.append(os.environ.get("TP_SOCKET_IFNAME")))
+    monkeypatch.setattr(Session, "has_been", Session.has_been)
+    session_module.join_rpc(SESSION, 0)
+    assert found[0] is not None and found[0].startswith("lo")
+    assert "TP_SOCKET_IFNAME" not in os.environ

@@ -4,6 +4,7 @@ import copy
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from torch.optim import SGD, Optimizer
 
 from strategies.lightning.hooks import (
     GradientOperations,
+    add_to_progress_bar,
     after_backward,
     around_stop,
     before_file_exists,
@@ -220,3 +222,12 @@ def test_who_reads_gradients_before_the_step() -> None:
     assert not steps_may_run_in_backward(watched, LightningModule(), precision)
     assert not steps_may_run_in_backward(trainer(gradient_clip_val=1.0), LightningModule(), precision)
     assert overridden_gradient_hooks(watched, Reading()) == ["on_before_optimizer_step", "Watching.on_after_backward"]
+
+
+def test_added_items_are_the_first_in_a_progress_bar() -> None:
+    """At 80 columns, tqdm leaves out the last ones."""
+    bar = SimpleNamespace(get_metrics=lambda *_: {"v_num": 0, "train_loss": 4.5})
+    undo = add_to_progress_bar(bar, lambda: {"use": "83|91%"})
+    assert list(bar.get_metrics(None, None)) == ["use", "v_num", "train_loss"]
+    undo()
+    assert list(bar.get_metrics(None, None)) == ["v_num", "train_loss"]

@@ -428,3 +428,12 @@ def test_a_single_value_is_a_dot() -> None:
     picture = line_chart([Series("loss", [(5.0, 1.0)], 0)], "losses")
     assert '<circle class="point c0"' in picture
     assert "point" not in line_chart([Series("loss", [(5.0, 1.0), (6.0, 1.0)], 0)], "losses").replace("points=", "")
+
+
+def test_charts_fit_a_phone_without_scrolling(folder: Path) -> None:
+    """Each wide chart has a second form; only timetables and the table of events are wider than the page."""
+    attributes = report(folder).attributes
+    classes = [value for name, value in attributes if name == "class"]
+    assert classes.count("broad") == classes.count("narrow") == 4  # balance, losses, step times, parts of a step
+    assert sum(value.startswith("0 0 1000 ") for name, value in attributes if name == "viewbox") == 4
+    assert {value for value in classes if "scroll" in value} == {"gantt scroll", "card scroll tall"}
