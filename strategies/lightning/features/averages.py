@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from strategies.common.joined_lists import JoinedLists
 from strategies.lightning.compat import (
     Callback,
     MisconfigurationException,
@@ -25,6 +26,7 @@ from strategies.lightning.compat import (
 )
 from strategies.lightning.features.feature import Feature, PipelineArguments
 from strategies.lightning.hooks import Undo, run_hooks_within
+from strategies.lightning.partitioning import described
 from strategies.lightning.run import Preparation, Run
 from strategies.pipeline.driver import ModelCopy
 from strategies.pipeline.partition.sequential import Pipelined
@@ -48,7 +50,13 @@ class WeightAverages(Feature):
 
     def arguments(self, prepared: Preparation, optimizers: Sequence[Optimizer]) -> PipelineArguments:
         """Return the copies of the model in which callbacks keep averages."""
-        return {"copies": find_copies(prepared.trainer, prepared.module, prepared.path)}
+        copies = find_copies(prepared.trainer, prepared.module, prepared.path)
+        if copies and isinstance(prepared.module, JoinedLists):
+            raise MisconfigurationException(
+                "Averages of weights (WeightAveraging, StochasticWeightAveraging) work with one list of layers, but "
+                f"{described(prepared.module.paths)} are pipelined together. Name one of them by module=..."
+            )
+        return {"copies": copies}
 
     def begin(self, run: Run) -> Iterable[Undo]:
         """Make the stages run the computations of the callbacks."""
