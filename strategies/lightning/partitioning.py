@@ -29,6 +29,7 @@ from strategies.lightning.compat import (
 from strategies.pipeline.construction.recording import Construction
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.partition.balance import partition_costs
+from strategies.pipeline.partition.chains import chains_of
 from strategies.pipeline.partition.model_costs import (
     BySize,
     ByTime,
@@ -51,26 +52,40 @@ Where = str | tuple[tuple[str, ...], ...]
 
 
 def find_path(
-    model: nn.Module, given: str | Sequence[str] | None, num_stages: int, num_chunks: int | None = None
+    model: nn.Module,
+    given: str | Sequence[str] | None,
+    num_stages: int,
+    num_chunks: int | None = None,
+    *,
+    several: bool = False,
 ) -> Where:
     """Return the dotted path of the pipelined part of the model, or those of several lists of layers.
 
+    Several ``nn.Sequential`` that the model calls one after another, with nothing but single layers in between, count
+    as one list.
+
     Args:
         model: The model.
-        given: The path that the user has given; ``None`` to find it. The first choice is ``"sequential_module"``. The
-            second is the list of blocks of the classes that a Hugging Face model names in ``_no_split_modules``. The
-            third is the only ``nn.ModuleList`` (or, without any, the only ``nn.Sequential``) with at least one layer
-            per chunk. An ``nn.Sequential`` next to the ``nn.ModuleList`` is a candidate too if it has more parameters.
+        given: The path or paths that the user has given; ``None`` to find them. The first choice is
+            ``"sequential_module"``. The second are the lists of blocks of the classes that a Hugging Face model names
+            in ``_no_split_modules``. The third are the ``nn.ModuleList`` (or, without any, the ``nn.Sequential``) with
+            at least one layer per chunk. An ``nn.Sequential`` next to an ``nn.ModuleList`` is a candidate too if it
+            has more parameters, and one that contains all ``nn.ModuleList`` is chosen if there are several of these.
         num_stages: Number of stages.
         num_chunks: Number of chunks of layers in all stages; by default one per stage.
+        several: Whether several lists may be pipelined one after another.
 
     Raises:
-        MisconfigurationException: If there are several candidates, or none.
+        MisconfigurationException: If there are several candidates, of which only one can be pipelined, or none.
     """
     if isinstance(given, str):
         return given
     if given is not None:
-        return _checked(model, given)
+        _check_names(model, given)
+        groups = chains_of(model, given)
+        if [len(group) for group in groups] != [1] * len(given):
+            _announce_lists(model, groups)
+        return _where(groups)
     kind = type(model).__name__
     if hasattr(model, "sequential_module"):
         _announce(model, "sequential_module")
@@ -78,21 +93,53 @@ def find_path(
     found, least, smaller = lists_of_blocks(model), num_chunks or num_stages, list[str]()
     if not found:
         found, smaller = _candidates(model, least)
-    if len(found) > 1:
-        listed = ", ".join(f"{path!r} ({_described(model, path)})" for path in found)
+    elif len(long := [path for path in found if len(model.get_submodule(path)._modules) >= least]) > 0:
+        found = long
+    groups = [(path,) for path in found]
+    if len(found) != 1 and not any(isinstance(model.get_submodule(path), nn.ModuleList) for path in found):
+        groups = chains_of(model, _outermost(model, nn.Sequential, 1))
+        groups = [group for group in groups if _num_layers(model, group) >= least]
+    if len(groups) > 1 and not several:
+        listed = ", ".join(_described_group(model, group) for group in groups)
         raise MisconfigurationException(
             f"{kind} has several lists of layers that could be pipelined: {listed}. Name one of them, such as "
-            f"RPCSequentialStrategy(module={found[0]!r}); the others then run in the driver's process."
+            f"RPCSequentialStrategy(module={groups[0][0]!r}); the others then run in the driver's process. Or use "
+            "schedule='gpipe', which pipelines all of them, one after another."
         )
-    if not found:
+    if not groups:
         each = f"{num_stages} devices" if least == num_stages else f"{least} chunks of layers on {num_stages} devices"
         raise MisconfigurationException(
             f"{kind} has no nn.Sequential or nn.ModuleList with at least {least} layers, one for each of the {each}, "
             "so there is nothing to pipeline. Put its layers into one, such as "
             "`self.sequential_module = nn.Sequential(...)`, or use fewer devices."
         )
-    _announce(model, found[0], smaller)
-    return found[0]
+    where = _where(groups)
+    if isinstance(where, str):
+        _announce(model, where, smaller)
+    else:
+        _announce_lists(model, where)
+    return where
+
+
+def _where(groups: Sequence[Sequence[str]]) -> Where:
+    return groups[0][0] if len(groups) == 1 and len(groups[0]) == 1 else tuple(map(tuple, groups))
+
+
+def _num_layers(model: nn.Module, group: Sequence[str]) -> int:
+    parts = [model.get_submodule(path) for path in group]
+    return sum(len(part._modules) if isinstance(part, Pipelined) else 1 for part in parts)
+
+
+def _described_group(model: nn.Module, group: Sequence[str]) -> str:
+    if len(group) == 1:
+        return f"{group[0]!r} ({_described(model, group[0])})"
+    return f"{described((tuple(group),))} as one list ({_num_layers(model, group)} layers)"
+
+
+def _announce_lists(model: nn.Module, groups: Sequence[Sequence[str]]) -> None:
+    listed = ", then ".join(_described_group(model, group) for group in groups)
+    several = ", one after another. Name fewer by module=..., and the others run on the driver" if groups[1:] else ""
+    rank_zero_info(f"RPCSequentialStrategy pipelines {listed} of {type(model).__name__}{several}.")
 
 
 def _candidates(model: nn.Module, num_layers: int) -> tuple[list[str], list[str]]:
@@ -100,6 +147,9 @@ def _candidates(model: nn.Module, num_layers: int) -> tuple[list[str], list[str]
     lists, sequences = (_outermost(model, kind, num_layers) for kind in (nn.ModuleList, nn.Sequential))
     if not lists:
         return sequences, []
+    around = [one for one in sequences if all(path.startswith(f"{one}.") for path in lists)]
+    if around and len(lists) > 1:
+        return around, []
     apart = [
         one for one in sequences if not any(f"{a}.".startswith(f"{b}.") for x in lists for a, b in ((one, x), (x, one)))
     ]
@@ -138,19 +188,19 @@ def _described(model: nn.Module, path: str) -> str:
     return f"{len(list(module.children()))} {' and '.join(kinds)}"
 
 
-def _checked(model: nn.Module, paths: Sequence[str]) -> Where:
-    """Return the lists that the user has named.
+def _check_names(model: nn.Module, paths: Sequence[str]) -> None:
+    """Check the lists that the user has named.
 
     Raises:
-        MisconfigurationException: If a path is named twice, or is inside another.
+        MisconfigurationException: If there is no list at a path, or if one is named twice or is inside another.
     """
     for number, path in enumerate(paths):
+        _check_list(model, path)
         for other in paths[:number]:
             if f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}."):
                 raise MisconfigurationException(
                     f"module names {other!r} and {path!r}, which have layers in common. Name each list of layers once."
                 )
-    return paths[0] if len(paths) == 1 else tuple((path,) for path in paths)
 
 
 def described(where: Where) -> str:
@@ -158,7 +208,7 @@ def described(where: Where) -> str:
     if isinstance(where, str):
         return repr(where)
     *paths, last = [repr(path) for paths in where for path in paths]
-    return f"{', '.join(paths)} and {last}"
+    return f"{', '.join(paths)} and {last}" if paths else last
 
 
 def find_module(
@@ -179,10 +229,9 @@ def find_module(
     """
     kind = type(model).__name__
     if not isinstance(where, str):
-        for paths in where:
-            for path in paths:
-                if len(paths) == 1 or isinstance(model.get_submodule(path), Pipelined):
-                    _check_list(model, path)
+        for path in (path for paths in where for path in paths):
+            if isinstance(model.get_submodule(path), Pipelined):  # not a single layer between two of them
+                _check_list(model, path)
         module: Pipelined = _joined(model, where)
     else:
         module = _check_list(model, where)

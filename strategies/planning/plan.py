@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from strategies.common.joined_lists import lengths_of
+from strategies.common.joined_lists import JoinedLists
 from strategies.common.names import did_you_mean
 from strategies.common.patching import unchanged
 from strategies.launch.allocator import all_freed_memory_kept
@@ -362,10 +362,10 @@ class _Plan:
         where = find_path(model, options.path, min(choices.stages))
         self._path = where if isinstance(where, str) else described(where)
         self._module: Pipelined = find_module(model, where, needs_values=False)
-        if len(lengths_of(self._module)) > 1:
+        if isinstance(self._module, JoinedLists):
             raise MisconfigurationException(
-                f"Trainer.plan predicts the time of one list of layers, but {self._path} are pipelined one after "
-                "another. Name one of them by module=..."
+                f"Trainer.plan predicts the time of one nn.Sequential or nn.ModuleList, but {self._path} are pipelined "
+                "together. Name one of them by module=..."
             )
         inside = set(self._module.modules())
         self._outside = [module for module in model.modules() if module not in inside]

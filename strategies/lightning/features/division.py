@@ -60,8 +60,9 @@ class Division(Feature):
 
     def find(self, model: nn.Module, num_stages: int) -> Where:
         """Return the dotted path of the pipelined part of a model, or those of several lists."""
-        num_chunks = len(stages_of_chunks(self._options.settings, num_stages))
-        self.where = find_path(model, self._options.module, num_stages, num_chunks)
+        settings = self._options.settings
+        num_chunks = len(stages_of_chunks(settings, num_stages))
+        self.where = find_path(model, self._options.module, num_stages, num_chunks, several=not settings.interleaves)
         return self.where
 
     def move_to(self, balance: Sequence[int]) -> None:
