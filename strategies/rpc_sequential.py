@@ -177,10 +177,13 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             of its rows; otherwise once per micro-batch. In both cases BatchNorm normalises each micro-batch with the
             statistics of this micro-batch. Default: ``False``.
         module: Dotted path of the ``nn.Sequential`` or ``nn.ModuleList`` in the model. ``None`` (default) finds it. The
-            first choice is ``sequential_module``, the second is the list of blocks of a Hugging Face model. The third
-            is the only ``nn.ModuleList`` with at least one layer per stage, and the last is the only such
-            ``nn.Sequential``. The model's own ``forward``, which runs on the driver, calls the blocks of an
-            ``nn.ModuleList``.
+            first choice is ``sequential_module``, the second are the lists of blocks of a Hugging Face model. The third
+            are the ``nn.ModuleList`` with at least one layer per stage, and the last are such ``nn.Sequential``, where
+            several that the model calls in a row count as one. The model's own ``forward``, which runs on the driver,
+            calls the blocks of an ``nn.ModuleList``. Under ``schedule="gpipe"`` there may be several lists,
+            ``["encoder.layers", "decoder.layers"]``: each has layers on every stage, and runs when the model calls it.
+            ``balance`` then has the numbers of layers of the first list, followed by those of the second. See
+            ``docs/models.md``.
         loss_weight: Weight of each micro-batch in losses, gradients and means (logged or returned), where
             ``training_step`` runs once per micro-batch. ``"rows"`` (default) uses its number of rows, for a loss that
             is a mean over rows. Accumulated batches and replicas then all have the same weight, as in Lightning.

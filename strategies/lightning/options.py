@@ -101,7 +101,7 @@ class Options:
         if isinstance(self.balance, str) and self.balance not in BALANCES:
             raise MisconfigurationException(f"Unknown balance {self.balance!r}{did_you_mean(self.balance, BALANCES)}")
         names = [self.module] if isinstance(self.module, str) else self.module
-        if names is not None and not (isinstance(names, list | tuple) and names and all(map(_is_name, names))):
+        if self.module is not None and not (isinstance(names, list | tuple) and names and all(map(_is_name, names))):
             raise MisconfigurationException(
                 f"module must be the path of a list of layers, or a list of such paths, got {self.module!r}."
             )

@@ -245,6 +245,12 @@ def find_module(
             "meta device and has no reset_parameters. Give a checkpoint: trainer.fit(model, ckpt_path=...), or "
             "ckpt_path of validate, test and predict."
         )
+    if isinstance(module, JoinedLists) and any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+        raise MisconfigurationException(
+            f"{kind} has tensors without memory (built in configure_model or init_module), which a pipeline builds for "
+            f"one nn.Sequential or nn.ModuleList, but {described(where)} are pipelined together. Name one of them by "
+            "module=..., or build the model in __init__."
+        )
     with as_misconfiguration():
         verify_skippables(module)
     return module

@@ -50,13 +50,13 @@ class WeightAverages(Feature):
 
     def arguments(self, prepared: Preparation, optimizers: Sequence[Optimizer]) -> PipelineArguments:
         """Return the copies of the model in which callbacks keep averages."""
-        copies = find_copies(prepared.trainer, prepared.module, prepared.path)
-        if copies and isinstance(prepared.module, JoinedLists):
+        if isinstance(prepared.module, JoinedLists) and _averaging(prepared.trainer):
             raise MisconfigurationException(
-                "Averages of weights (WeightAveraging, StochasticWeightAveraging) work with one list of layers, but "
-                f"{described(prepared.module.paths)} are pipelined together. Name one of them by module=..."
+                "Averages of weights (WeightAveraging, StochasticWeightAveraging) work with one nn.Sequential or "
+                f"nn.ModuleList, but {described(prepared.module.paths)} are pipelined together. Name one of them by "
+                "module=..."
             )
-        return {"copies": copies}
+        return {"copies": find_copies(prepared.trainer, prepared.module, prepared.path)}
 
     def begin(self, run: Run) -> Iterable[Undo]:
         """Make the stages run the computations of the callbacks."""

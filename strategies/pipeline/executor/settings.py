@@ -79,6 +79,11 @@ class Settings:
                 f"schedule={self.schedule!r} runs training_step once per micro-batch, with one list of layers, but "
                 f"{num_lists} lists are to be pipelined. Use schedule='gpipe', or name one list by module=..."
             )
+        if num_lists > 1 and ordered:
+            raise ValueError(
+                f"{num_lists} lists of layers are pipelined one after another under data_plane='gloo' only. Use it, or "
+                "name one list by module=..."
+            )
         order = posting_order if ordered else direct_order
         schedule = "1f1b" if self.is_auto else self.schedule
         if isinstance(schedule, str) and schedule in SCHEDULES:

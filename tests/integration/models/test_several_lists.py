@@ -276,7 +276,9 @@ class Uses(Translator):
         self.decoder.load_state_dict(decoder)
         strategy = self.trainer.strategy
         if isinstance(strategy, RPCSequentialStrategy) and self.kills and self.current_epoch == 0:
-            os.kill(strategy.pipeline.workers.pids[0], signal.SIGKILL)
+            found = re.search(r"process (\d+)", strategy.pipeline.remotes[0].process.description)
+            assert found is not None
+            os.kill(int(found[1]), signal.SIGKILL)
         if isinstance(strategy, RPCSequentialStrategy) and self.moves and self.current_epoch == 0:
             strategy.rebalance([1, 2, 3, 1])
 
@@ -411,7 +413,7 @@ MESSAGES = {
     "interleaved": "schedule='interleaved' runs training_step once per micro-batch",
     "auto": "schedule='auto' runs training_step once per micro-batch",
     "moves by itself": "rebalance='auto' is for one list of layers, but several are pipelined",
-    "averages": "work with one list of layers, but 'encoder.layers' and 'decoder.layers' are pipelined together",
+    "averages": "one nn.Sequential or nn.ModuleList, but 'encoder.layers' and 'decoder.layers' are pipelined together",
     "balance": r"The provided balance \[2, 2, 2, 1\] has \[2, 2\] for list 0 of 2, which has 3 layers",
 }
 
