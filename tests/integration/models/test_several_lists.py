@@ -102,8 +102,9 @@ def trained(make: Callable[[], Any], devices: int, **options: Any) -> Outcome:
     return fit(make, RPCSequentialStrategy(**options), devices, **SETTINGS)
 
 
+@pytest.mark.timeout(300)
 def test_an_encoder_and_a_decoder() -> None:
-    run(encoder_and_decoder)
+    run(encoder_and_decoder, timeout_seconds=280)
 
 
 def encoder_and_decoder() -> None:
@@ -246,12 +247,16 @@ def found_lists(names: Sequence[str], schedule: str, stages: Sequence[int]) -> N
                 assert strategy._division.where == found, strategy._division.where
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_sequences_in_a_row_are_one_list() -> None:
-    run(found_lists, [make.__name__ for make in FOUND], "gpipe", (2, 3))
+    run(found_lists, [make.__name__ for make in FOUND], "gpipe", (2, 3), timeout_seconds=280)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_sequences_in_a_row_under_1f1b() -> None:
-    run(found_lists, ["ResNet", "ConvNeXt"], "1f1b", (3,))
+    run(found_lists, ["ResNet", "ConvNeXt"], "1f1b", (3,), timeout_seconds=280)
 
 
 class Tied(Translator):
@@ -307,16 +312,22 @@ def tied_weights() -> None:
     compare(trained(Tied, 3, checkpoint="never"), single)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_weights_that_both_lists_use() -> None:
-    run(tied_weights)
+    run(tied_weights, timeout_seconds=280)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_weights_of_one_side_and_moved_layers() -> None:
-    run(weights_of_one_side)
+    run(weights_of_one_side, timeout_seconds=280)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_lost_worker() -> None:
-    run(a_lost_worker)
+    run(a_lost_worker, timeout_seconds=280)
 
 
 def checkpoints(folder: str) -> None:
@@ -351,8 +362,10 @@ class Saves(Callback):
         assert all(not p.is_meta for p in whole.parameters())
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_checkpoints(tmp_path: Path) -> None:
-    run(checkpoints, str(tmp_path))
+    run(checkpoints, str(tmp_path), timeout_seconds=280)
 
 
 def both_halves(names: Sequence[str]) -> list[str]:
