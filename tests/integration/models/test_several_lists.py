@@ -22,6 +22,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from strategies import RPCSequentialStrategy
+from trainer import PipelineMonitor
 
 WIDTH, WORDS = 8, 11
 
@@ -450,3 +451,26 @@ class Shown(Translator):
 
 def test_a_measured_balance() -> None:
     run(measured, "by_size")
+
+
+class Squares(Translator):
+    """Adds the squares of the weights of both lists to the loss, which the driver computes with values of stages."""
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        parts = self.encoder.layers[0].query, self.decoder.layers[0].query
+        return loss + 0.01 * torch.stack([part.weight.square().sum() for part in parts]).sum()
+
+
+def monitored(folder: str) -> None:
+    monitor = PipelineMonitor(every_n_steps=1, trace_steps=[1], dirpath=folder)
+    strategy = RPCSequentialStrategy(module=list(Translator.lists), balance="even", microbatches=3)
+    compare(fit(Squares, strategy, 2, **SETTINGS, callbacks=[monitor]), fit(Squares, one_device(), 1, **SETTINGS))
+    files = {path.name for path in Path(folder).rglob("*")}
+    assert "step-1.trace.json" in files and "events.jsonl" in files and not any(name.endswith("svg") for name in files)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_monitor_and_weights_of_stages_in_the_loss(tmp_path: Path) -> None:
+    run(monitored, str(tmp_path), timeout_seconds=280)
