@@ -178,10 +178,13 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             of its rows; otherwise once per micro-batch. In both cases BatchNorm normalises each micro-batch with the
             statistics of this micro-batch. Default: ``False``.
         module: Dotted path of the ``nn.Sequential`` or ``nn.ModuleList`` in the model. ``None`` (default) finds it. The
-            first choice is ``sequential_module``, the second is the list of blocks of a Hugging Face model. The third
-            is the only ``nn.ModuleList`` with at least one layer per stage, and the last is the only such
-            ``nn.Sequential``. The model's own ``forward``, which runs on the driver, calls the blocks of an
-            ``nn.ModuleList``.
+            first choice is ``sequential_module``, the second are the lists of blocks of a Hugging Face model. The third
+            are the ``nn.ModuleList`` with at least one layer per stage, and the last are such ``nn.Sequential``, where
+            several that the model calls in a row count as one. The model's own ``forward``, which runs on the driver,
+            calls the blocks of an ``nn.ModuleList``. Under ``schedule="gpipe"`` there may be several lists,
+            ``["encoder.layers", "decoder.layers"]``: each has layers on every stage, and runs when the model calls it.
+            ``balance`` then has the numbers of layers of the first list, followed by those of the second. See
+            ``docs/models.md``.
         loss_weight: Weight of each micro-batch in losses, gradients and means (logged or returned), where
             ``training_step`` runs once per micro-batch. ``"rows"`` (default) uses its number of rows, for a loss that
             is a mean over rows. Accumulated batches and replicas then all have the same weight, as in Lightning.
@@ -234,7 +237,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         rpc_timeout_sec: float = 60.0,
         data_plane: str = "auto",
         deferred_batch_norm: bool = False,
-        module: str | None = None,
+        module: str | list[str] | None = None,
         loss_weight: Literal["rows", "tokens"] = "rows",
         data_parallel_size: int = 1,
         shard_optimizer_states: bool = False,
@@ -377,10 +380,11 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         """Find the pipelined part of the model."""
         model, options = self.lightning_module, self.options
         assert model is not None and self.parallel_devices is not None
-        path = self._division.find(model, len(self.devices))
+        where = self._division.find(model, len(self.devices))
         self._construction.initialise(model)
-        module = find_module(model, path, self._construction.construction)
+        module = find_module(model, where, self._construction.construction)
         gathers = self._construction.gathers(module)
+        path = where if isinstance(where, str) else ""
         return Preparation(self, options, options.settings, trainer, model, module, path, gathers)
 
     def _divided(self, prepared: Preparation) -> tuple[Preparation, list[int], bool]:
@@ -713,12 +717,12 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         model, given = self.lightning_module, self.options.balance
         if self._run is not None or model is None:
             return  # load_state_dict of the model makes these checks then
-        path, chunks = self._division.path, stages_of_chunks(self.options.settings, len(self.devices))
-        module = dict(model.named_modules()).get(path)
+        where, chunks = self._division.where, stages_of_chunks(self.options.settings, len(self.devices))
+        module = dict(model.named_modules()).get(where) if isinstance(where, str) else None
         stage_of: DescribeStage = no_stage
         numbers = given if isinstance(given, list | tuple) else []
         if len(numbers) == len(chunks) and isinstance(module, Pipelined):
-            stage_of = stages_by_name(cut(module, numbers, chunks), f"{path}.")
+            stage_of = stages_by_name(cut(module, numbers, chunks), f"{where}.")
         check_fit(model, state, strict=strict, stage_of=stage_of)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
+from strategies.common.joined_lists import lengths_of
 from strategies.lightning.compat import (
     Callback,
     LightningModule,
@@ -143,6 +144,8 @@ class PipelineMonitor(Callback):
         self._costs = LastSteps(STEPS_TO_ASSESS)
         self._told: dict[tuple[int, ...], _Told] = {}
         self._num_repairs = 0
+        self._is_timed = True
+        """Whether a step has one pass, whose timetable can be drawn."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check the strategy, before any process is started."""
@@ -164,6 +167,12 @@ class PipelineMonitor(Callback):
         pipeline = _pipeline_of(trainer)
         self._balance = pipeline.balance
         self._note(trainer, "start", **_described(pipeline))
+        self._is_timed = len(lengths_of(pipeline.module)) == 1
+        if not self._is_timed:
+            rank_zero_info(
+                "PipelineMonitor draws no timetable and gives no advice about the balance, because several lists of "
+                "layers are pipelined one after another. It records times, memory and traces."
+            )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Start to record, if this step is one of the recorded steps."""
@@ -245,7 +254,7 @@ class PipelineMonitor(Callback):
             key = name.replace(" ", "_")
             metrics |= {f"{key}/{part}_ms": 1e3 * seconds for part, seconds in parts_of(row).items()}
             metrics[f"{key}/memory_mib"] = own.memory_bytes / 2**20
-        whole = measured_timetable(rows)
+        whole = measured_timetable(rows) if self._is_timed else None
         if whole is not None:
             timetable = from_first_forward(whole)
             uses = uses_of(timetable)

@@ -17,7 +17,7 @@ shapes, and sends each stage its part of the plan by RPC.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -33,6 +33,7 @@ from strategies.checkpoint.store import read_tensors, save_file, sharded_tensors
 from strategies.checkpoint.streaming import LateTensors
 from strategies.checkpoint.validate import check_before_loading
 from strategies.common.errors import WorkerLost
+from strategies.common.joined_lists import JoinedLists
 from strategies.common.torch_compat import tree_leaves
 from strategies.common.trees import flat, layouts, with_meta_tensors, with_tensors
 from strategies.optim.restricted import parameters_of, part_of
@@ -68,8 +69,10 @@ class StageStates:
 
     def weights(self) -> dict[str, Any]:
         """Return the model's ``state_dict``; tensors of remote stages are :class:`ShelvedTensor` objects."""
-        state, self.has_gathered = self._pipeline.state, True
-        with state.reading_late() if state is not None else nullcontext():
+        self.has_gathered = True
+        with ExitStack() as late:
+            for state in self._pipeline.states:
+                late.enter_context(state.reading_late())
             gathered: dict[str, Any] = self._model.state_dict()
         self._weights = {name: value for name, value in gathered.items() if isinstance(value, ShelvedTensor)}
         return gathered
@@ -213,26 +216,39 @@ class StageStates:
             Functions that undo this.
         """
 
-        def staying_here() -> AbstractContextManager[Any]:
-            return self._pipeline.state.staying_here() if self._pipeline.state is not None else nullcontext()
+        @contextmanager
+        def staying_here() -> Iterator[None]:
+            with ExitStack() as staying:
+                for state in self._pipeline.states:
+                    staying.enter_context(state.staying_here())
+                yield
 
-        return check_before_loading(self._model, self._path, self._pipeline.stages, staying_here)
+        module, stages = self._pipeline.module, self._pipeline.stages
+        if isinstance(module, JoinedLists):
+            paths = [start.removesuffix(".") for start, _ in module.parts]
+            return check_before_loading(self._model, paths, stages, staying_here, are_full=True)
+        return check_before_loading(self._model, [self._path], stages, staying_here)
 
     @contextmanager
     def whole_module(self) -> Iterator[None]:
         """Context in which the pipelined module of the model is a plain module with the values of all stages."""
-        if self._pipeline.state is None:
+        if not self._pipeline.states:
             yield
             return
-        parent, _, name = self._path.rpartition(".")
-        holder: Any = attrgetter(parent)(self._model) if parent else self._model
-        pipelined = getattr(holder, name)
-        setattr(holder, name, self._pipeline.state.whole())
+        module, kept = self._pipeline.module, []
+        starts = [start for start, _ in module.parts] if isinstance(module, JoinedLists) else [f"{self._path}."]
+        for start, state in zip(starts, self._pipeline.states, strict=True):
+            parent, _, name = start.removesuffix(".").rpartition(".")
+            holder: Any = attrgetter(parent)(self._model) if parent else self._model
+            kept.append((holder, name, getattr(holder, name), state.whole()))
         try:
+            for holder, name, _, whole in kept:
+                setattr(holder, name, whole)
             with self._pipeline.calls_in_this_process():
                 yield
         finally:
-            setattr(holder, name, pipelined)
+            for holder, name, pipelined, _ in kept:
+                setattr(holder, name, pipelined)
 
 
 def _states_elsewhere(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[Any, Any]:

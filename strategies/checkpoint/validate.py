@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from strategies.common.patching import replaced
-from strategies.common.stage_layers import StageLayers, describe
+from strategies.common.stage_layers import StageLayers, describe, layer_of
 from strategies.common.torch_compat import EXTRA_STATE_KEY_SUFFIX, non_persistent_buffers
 
 _ANY = "any"
@@ -33,7 +33,12 @@ def no_stage(name: str) -> str:
 def stages_by_name(stages: Sequence[StageLayers], prefix: str) -> DescribeStage:
     """Return the :data:`DescribeStage` of a module that has the stages' layers under ``prefix``."""
     described = {name: describe(i, layers) for i, layers in enumerate(stages) for name in layers._modules}
-    return lambda name: described.get(name[len(prefix) :].partition(".")[0], "") if name.startswith(prefix) else ""
+
+    def stage_of(name: str) -> str:
+        layer = layer_of(name[len(prefix) :], described) if name.startswith(prefix) else None
+        return "" if layer is None else described[layer]
+
+    return stage_of
 
 
 def check_fit(
@@ -82,28 +87,48 @@ def check_fit(
 
 
 def check_before_loading(
-    model: nn.Module, path: str, stages: Sequence[StageLayers], dry_run: Callable[[], AbstractContextManager[Any]]
+    model: nn.Module,
+    paths: Sequence[str],
+    stages: Sequence[StageLayers],
+    dry_run: Callable[[], AbstractContextManager[Any]],
+    *,
+    are_full: bool = False,
 ) -> list[Callable[[], None]]:
-    """Make ``load_state_dict`` call :func:`check_fit` first, on the modules from ``model`` to the one at ``path``.
+    """Make ``load_state_dict`` call :func:`check_fit` first, on the modules from ``model`` to those at ``paths``.
 
     A module that overrides ``load_state_dict`` is not changed.
 
     Args:
         model: The model.
-        path: Dotted path of the pipelined module.
+        paths: Dotted path of the pipelined module, or of each module with pipelined layers.
         stages: The stages of the pipelined module.
         dry_run: As in :func:`check_fit`.
+        are_full: Whether the names of the layers in ``stages`` begin with the path.
 
     Returns:
         Functions that undo this.
     """
-    names, undo = path.split("."), []
-    for k in range(len(names) + 1):
-        module: Any = attrgetter(".".join(names[:k]))(model) if k else model
-        if isinstance(module, nn.Module) and type(module).load_state_dict is nn.Module.load_state_dict:
-            stage_of = stages_by_name(stages, "".join(f"{name}." for name in names[k:]))
-            undo.append(replaced(module, "load_state_dict", partial(_check_and_load, module, stage_of, dry_run)))
+    undo: list[Callable[[], None]] = []
+    seen: set[str] = set()
+    for names in (path.split(".") for path in paths):
+        for k in range(len(names) + 1):
+            start = ".".join(names[:k])
+            module: Any = attrgetter(start)(model) if k else model
+            if (
+                start not in seen
+                and isinstance(module, nn.Module)
+                and type(module).load_state_dict is nn.Module.load_state_dict
+            ):
+                full = stages_by_name(stages, "")
+                own = stages_by_name(stages, "".join(f"{name}." for name in names[k:]))
+                stage_of = partial(_stage_of_full, full, f"{start}." if k else "") if are_full else own
+                undo.append(replaced(module, "load_state_dict", partial(_check_and_load, module, stage_of, dry_run)))
+            seen.add(start)
     return undo
+
+
+def _stage_of_full(stage_of: DescribeStage, start: str, name: str) -> str:
+    return stage_of(start + name)
 
 
 def _check_and_load(

@@ -2,14 +2,47 @@
 
 import math
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 
 from torch import Tensor, nn
 
 _NUMBER_OF_LAYER = re.compile(r"(^|_)(idx|index|layer_id|layer_number)$")
 
 
-class StageLayers(nn.Sequential):
+def dotted(path: str, name: str) -> str:
+    """Return the name of something in the module at ``path``, which is empty for the model itself."""
+    return f"{path}.{name}" if path else name
+
+
+def layer_of(name: str, layers: Collection[str]) -> str | None:
+    """Return the name of the layer that a parameter or module belongs to; ``None`` if it belongs to none.
+
+    Args:
+        name: The name of the parameter or module, such as ``encoder.layers.0.weight``.
+        layers: The names of the layers. The name of a layer of one of several lists has dots.
+    """
+    end = name.find(".")
+    while end != -1:
+        if name[:end] in layers:
+            return name[:end]
+        end = name.find(".", end + 1)
+    return name if name in layers else None
+
+
+class NamedLayers(nn.Module):
+    """A module whose layers may have names with dots, because they are layers of several lists."""
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """Return the module with a dotted name, as :meth:`torch.nn.Module.get_submodule` does."""
+        name = layer_of(target, self._modules)
+        if name is None:
+            return super().get_submodule(target)
+        layer = self._modules[name]
+        assert layer is not None
+        return layer.get_submodule(target[len(name) + 1 :])
+
+
+class StageLayers(NamedLayers, nn.Sequential):
     """The layers of a stage: one or more chunks of consecutive layers, named as in the whole module.
 
     Attributes:
@@ -30,7 +63,7 @@ class StageLayers(nn.Sequential):
         for span in self.spans:
             chunk = nn.Sequential()
             for _, (name, layer) in zip(span, ahead, strict=False):
-                chunk.add_module(name, layer)
+                chunk._modules[name] = layer  # add_module refuses names with dots
             chunks.append(chunk)
         return chunks
 

@@ -71,6 +71,10 @@ class Rebalance:
     threshold: float = DEFAULT_THRESHOLD
 
 
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
 @dataclass(frozen=True)
 class Options:
     """The arguments of :class:`~strategies.rpc_sequential.RPCSequentialStrategy`, except Lightning's arguments."""
@@ -82,7 +86,7 @@ class Options:
     rpc_timeout_sec: float
     data_plane: str
     deferred_batch_norm: bool
-    module: str | None
+    module: str | list[str] | None
     loss_weight: Literal["rows", "tokens"]
     data_parallel_size: int
     shard_optimizer_states: bool
@@ -95,6 +99,11 @@ class Options:
     def __post_init__(self) -> None:
         if isinstance(self.balance, str) and self.balance not in BALANCES:
             raise MisconfigurationException(f"Unknown balance {self.balance!r}{did_you_mean(self.balance, BALANCES)}")
+        names = [self.module] if isinstance(self.module, str) else self.module
+        if self.module is not None and not (isinstance(names, list | tuple) and names and all(map(_is_name, names))):
+            raise MisconfigurationException(
+                f"module must be the path of a list of layers, or a list of such paths, got {self.module!r}."
+            )
 
     @property
     def given_balance(self) -> list[int] | Literal["even"] | None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from strategies.common.joined_lists import JoinedLists, lengths_of
 from strategies.common.names import did_you_mean
 from strategies.common.stage_layers import kinds_of
 from strategies.common.torch_compat import tree_map_only
@@ -28,6 +29,7 @@ from strategies.lightning.compat import (
 from strategies.pipeline.construction.recording import Construction
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.partition.balance import partition_costs
+from strategies.pipeline.partition.chains import chains_of
 from strategies.pipeline.partition.model_costs import (
     BySize,
     ByTime,
@@ -37,31 +39,53 @@ from strategies.pipeline.partition.model_costs import (
     costs_of_parameters,
 )
 from strategies.pipeline.partition.probe import is_called_first
-from strategies.pipeline.partition.sequential import Pipelined, check_balance
+from strategies.pipeline.partition.sequential import Pipelined, check_balance, check_lists
 from strategies.pipeline.stage.layers import num_recomputed
-from strategies.pipeline.stage.skip import verify_skippables
+from strategies.pipeline.stage.skip import skips_of, verify_skippables
 
 BUDGET_SECONDS = 1.0
 """The time that the measured passes of all layers may take together, beyond warm-up and the first few passes."""
 
 
-def find_path(model: nn.Module, given: str | None, num_stages: int, num_chunks: int | None = None) -> str:
-    """Return the dotted path of the pipelined part of the model.
+Where = str | tuple[tuple[str, ...], ...]
+"""The dotted path of the pipelined module; for several lists of layers, the paths of the parts of each list."""
+
+
+def find_path(
+    model: nn.Module,
+    given: str | Sequence[str] | None,
+    num_stages: int,
+    num_chunks: int | None = None,
+    *,
+    several: bool = False,
+) -> Where:
+    """Return the dotted path of the pipelined part of the model, or those of several lists of layers.
+
+    Several ``nn.Sequential`` that the model calls one after another, with nothing but single layers in between, count
+    as one list.
 
     Args:
         model: The model.
-        given: The path that the user has given; ``None`` to find it. The first choice is ``"sequential_module"``. The
-            second is the list of blocks of the classes that a Hugging Face model names in ``_no_split_modules``. The
-            third is the only ``nn.ModuleList`` (or, without any, the only ``nn.Sequential``) with at least one layer
-            per chunk. An ``nn.Sequential`` next to the ``nn.ModuleList`` is a candidate too if it has more parameters.
+        given: The path or paths that the user has given; ``None`` to find them. The first choice is
+            ``"sequential_module"``. The second are the lists of blocks of the classes that a Hugging Face model names
+            in ``_no_split_modules``. The third are the ``nn.ModuleList`` (or, without any, the ``nn.Sequential``) with
+            at least one layer per chunk. An ``nn.Sequential`` next to an ``nn.ModuleList`` is a candidate too if it
+            has more parameters, and one that contains all ``nn.ModuleList`` is chosen if there are several of these.
         num_stages: Number of stages.
         num_chunks: Number of chunks of layers in all stages; by default one per stage.
+        several: Whether several lists may be pipelined one after another.
 
     Raises:
-        MisconfigurationException: If there are several candidates, or none.
+        MisconfigurationException: If there are several candidates, of which only one can be pipelined, or none.
     """
-    if given is not None:
+    if isinstance(given, str):
         return given
+    if given is not None:
+        _check_names(model, given)
+        groups = chains_of(model, given)
+        if [len(group) for group in groups] != [1] * len(given):
+            _announce_lists(model, groups)
+        return _where(groups)
     kind = type(model).__name__
     if hasattr(model, "sequential_module"):
         _announce(model, "sequential_module")
@@ -69,21 +93,53 @@ def find_path(model: nn.Module, given: str | None, num_stages: int, num_chunks: 
     found, least, smaller = lists_of_blocks(model), num_chunks or num_stages, list[str]()
     if not found:
         found, smaller = _candidates(model, least)
-    if len(found) > 1:
-        listed = ", ".join(f"{path!r} ({_described(model, path)})" for path in found)
+    elif len(long := [path for path in found if len(model.get_submodule(path)._modules) >= least]) > 0:
+        found = long
+    groups = [(path,) for path in found]
+    if len(found) != 1 and not any(isinstance(model.get_submodule(path), nn.ModuleList) for path in found):
+        groups = chains_of(model, _outermost(model, nn.Sequential, 1))
+        groups = [group for group in groups if _num_layers(model, group) >= least]
+    if len(groups) > 1 and not several:
+        listed = ", ".join(_described_group(model, group) for group in groups)
         raise MisconfigurationException(
             f"{kind} has several lists of layers that could be pipelined: {listed}. Name one of them, such as "
-            f"RPCSequentialStrategy(module={found[0]!r}); the others then run in the driver's process."
+            f"RPCSequentialStrategy(module={groups[0][0]!r}); the others then run in the driver's process. Or use "
+            "schedule='gpipe', which pipelines all of them, one after another."
         )
-    if not found:
+    if not groups:
         each = f"{num_stages} devices" if least == num_stages else f"{least} chunks of layers on {num_stages} devices"
         raise MisconfigurationException(
             f"{kind} has no nn.Sequential or nn.ModuleList with at least {least} layers, one for each of the {each}, "
             "so there is nothing to pipeline. Put its layers into one, such as "
             "`self.sequential_module = nn.Sequential(...)`, or use fewer devices."
         )
-    _announce(model, found[0], smaller)
-    return found[0]
+    where = _where(groups)
+    if isinstance(where, str):
+        _announce(model, where, smaller)
+    else:
+        _announce_lists(model, where)
+    return where
+
+
+def _where(groups: Sequence[Sequence[str]]) -> Where:
+    return groups[0][0] if len(groups) == 1 and len(groups[0]) == 1 else tuple(map(tuple, groups))
+
+
+def _num_layers(model: nn.Module, group: Sequence[str]) -> int:
+    parts = [model.get_submodule(path) for path in group]
+    return sum(len(part._modules) if isinstance(part, Pipelined) else 1 for part in parts)
+
+
+def _described_group(model: nn.Module, group: Sequence[str]) -> str:
+    if len(group) == 1:
+        return f"{group[0]!r} ({_described(model, group[0])})"
+    return f"{described((tuple(group),))} as one list ({_num_layers(model, group)} layers)"
+
+
+def _announce_lists(model: nn.Module, groups: Sequence[Sequence[str]]) -> None:
+    listed = ", then ".join(_described_group(model, group) for group in groups)
+    several = ", one after another. Name fewer by module=..., and the others run on the driver" if groups[1:] else ""
+    rank_zero_info(f"RPCSequentialStrategy pipelines {listed} of {type(model).__name__}{several}.")
 
 
 def _candidates(model: nn.Module, num_layers: int) -> tuple[list[str], list[str]]:
@@ -91,6 +147,9 @@ def _candidates(model: nn.Module, num_layers: int) -> tuple[list[str], list[str]
     lists, sequences = (_outermost(model, kind, num_layers) for kind in (nn.ModuleList, nn.Sequential))
     if not lists:
         return sequences, []
+    around = [one for one in sequences if all(path.startswith(f"{one}.") for path in lists)]
+    if around and len(lists) > 1:
+        return around, []
     apart = [
         one for one in sequences if not any(f"{a}.".startswith(f"{b}.") for x in lists for a, b in ((one, x), (x, one)))
     ]
@@ -129,14 +188,37 @@ def _described(model: nn.Module, path: str) -> str:
     return f"{len(list(module.children()))} {' and '.join(kinds)}"
 
 
+def _check_names(model: nn.Module, paths: Sequence[str]) -> None:
+    """Check the lists that the user has named.
+
+    Raises:
+        MisconfigurationException: If there is no list at a path, or if one is named twice or is inside another.
+    """
+    for number, path in enumerate(paths):
+        _check_list(model, path)
+        for other in paths[:number]:
+            if f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}."):
+                raise MisconfigurationException(
+                    f"module names {other!r} and {path!r}, which have layers in common. Name each list of layers once."
+                )
+
+
+def described(where: Where) -> str:
+    """Return the paths of the pipelined layers, for messages."""
+    if isinstance(where, str):
+        return repr(where)
+    *paths, last = [repr(path) for paths in where for path in paths]
+    return f"{', '.join(paths)} and {last}" if paths else last
+
+
 def find_module(
-    model: nn.Module, path: str, construction: Construction | None = None, *, needs_values: bool = True
+    model: nn.Module, where: Where, construction: Construction | None = None, *, needs_values: bool = True
 ) -> Pipelined:
-    """Return the pipelined part of the model.
+    """Return the pipelined part of the model; for several lists, all of their layers as one sequence.
 
     Args:
         model: The model.
-        path: The dotted path of the part in the model.
+        where: The dotted path of the part in the model, or those of several lists.
         construction: Knows how to build parameters that have no values yet.
         needs_values: Whether parameters without values that it cannot build are an error.
 
@@ -145,6 +227,51 @@ def find_module(
             parameters have no shapes or no values. Also if a block is in the list twice or cannot be called, or if the
             skip connections between layers do not match.
     """
+    kind = type(model).__name__
+    if not isinstance(where, str):
+        for path in (path for paths in where for path in paths):
+            if isinstance(model.get_submodule(path), Pipelined):  # not a single layer between two of them
+                _check_list(model, path)
+        module: Pipelined = _joined(model, where)
+    else:
+        module = _check_list(model, where)
+    lacks = construction.lacks_values if construction is not None else attrgetter("is_meta")
+    lost = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if lacks(tensor)]
+    if lost and needs_values:
+        raise MisconfigurationException(
+            f"{len(lost)} parameters or buffers of {kind} have no values (they are on the meta device), such as "
+            f"{lost[0]}: they stayed on the workers of an earlier run (gather_on_end=False, or a model that was built "
+            "in configure_model), or such a worker has ended before it returned them, or their module was built on the "
+            "meta device and has no reset_parameters. Give a checkpoint: trainer.fit(model, ckpt_path=...), or "
+            "ckpt_path of validate, test and predict."
+        )
+    if isinstance(module, JoinedLists) and any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+        raise MisconfigurationException(
+            f"{kind} has tensors without memory (built in configure_model or init_module), which a pipeline builds for "
+            f"one nn.Sequential or nn.ModuleList, but {described(where)} are pipelined together. Name one of them by "
+            "module=..., or build the model in __init__."
+        )
+    with as_misconfiguration():
+        verify_skippables(module)
+    return module
+
+
+def _joined(model: nn.Module, where: Sequence[Sequence[str]]) -> JoinedLists:
+    """Return the layers of several lists."""
+    kind, module = type(model).__name__, JoinedLists(model, where)
+    if len(set(module)) < len(module):
+        raise MisconfigurationException(f"{kind} has the same layer in two of the lists {described(module.paths)}.")
+    for name, layer in module._modules.items():
+        if layer is not None and any(skips_of(layer)):
+            raise MisconfigurationException(
+                f"{kind}.{name} stashes or pops a value (@skippable), which only the layers of one nn.Sequential can "
+                "do. Name that list alone by module=..."
+            )
+    return module
+
+
+def _check_list(model: nn.Module, path: str) -> Pipelined:
+    """Return the module at a path, which must be a list that can be pipelined."""
     kind = type(model).__name__
     try:
         module = attrgetter(path)(model)
@@ -184,19 +311,8 @@ def find_module(
             f"{kind}.{path} has parameters without a shape, such as {lazy[0]} (of a lazy layer): run a batch through "
             "the model before fit, or give the layer its sizes."
         )
-    lacks = construction.lacks_values if construction is not None else attrgetter("is_meta")
-    lost = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if lacks(tensor)]
-    if lost and needs_values:
-        raise MisconfigurationException(
-            f"{len(lost)} parameters or buffers of {kind} have no values (they are on the meta device), such as "
-            f"{lost[0]}: they stayed on the workers of an earlier run (gather_on_end=False, or a model that was built "
-            "in configure_model), or such a worker has ended before it returned them, or their module was built on the "
-            "meta device and has no reset_parameters. Give a checkpoint: trainer.fit(model, ckpt_path=...), or "
-            "ckpt_path of validate, test and predict."
-        )
-    with as_misconfiguration():
-        verify_skippables(module)
-    return module
+    checked: Pipelined = module
+    return checked
 
 
 def _is_callable(block: nn.Module) -> bool:
@@ -240,6 +356,8 @@ def is_called_in_reverse(model: LightningModule, module: Pipelined, device: torc
     This is known only for a model with an ``example_input_array``. For a model without it, the blocks are assumed to be
     called in order.
     """
+    if isinstance(module, JoinedLists) and len(module.lengths) > 1:
+        return False  # a model that calls the blocks of one list in reverse is refused in the first step
     if not isinstance(module, nn.ModuleList) or len(module) < 2 or model.example_input_array is None:
         return False
     with _without_cache(model), precision.forward_context():
@@ -268,7 +386,7 @@ def find_balance(
         model: The model. It is measured on its ``example_input_array``. Without it, a Hugging Face model is measured on
             an input made from its configuration. The parts of the model outside ``module`` are on ``device``.
         module: The pipelined part of the model.
-        path: Its dotted path in the model, for messages.
+        path: Its dotted path in the model, or those of its lists, for messages.
         num_stages: Number of stages.
         num_chunks: Number of chunks of layers in all stages.
         given: The number of layers of each chunk, or ``"even"`` for equal numbers. ``None`` measures each layer and the
@@ -287,7 +405,16 @@ def find_balance(
     """
     if given is not None and given != "even":
         with as_misconfiguration():
-            return check_balance(given, len(module), num_stages, chunks=num_chunks // num_stages)
+            balance = check_balance(given, len(module), num_stages, chunks=num_chunks // num_stages)
+            check_lists(balance, lengths_of(module))
+            return balance
+    lengths = lengths_of(module)
+    chunks_of_list = num_chunks // len(lengths)
+    if len(lengths) > 1 and min(lengths) < chunks_of_list:
+        raise MisconfigurationException(
+            f"The lists to be pipelined, {path}, have {', '.join(map(str, lengths))} layers, but each needs at least "
+            f"{chunks_of_list}, one for each device. Use fewer devices, or name only the longer lists by module=..."
+        )
     if len(module) < num_chunks and num_chunks > num_stages:
         raise MisconfigurationException(
             f"The pipelined {type(module).__name__} has {len(module)} layers, too few for {num_stages} devices with "
@@ -302,7 +429,7 @@ def find_balance(
     if num_chunks == 1:
         return [len(module)]
     if given == "even" or num_stages == 1:
-        return partition_costs([1] * len(module), num_chunks)
+        return [size for length in lengths for size in partition_costs([1] * length, chunks_of_list)]
     if model.example_input_array is None and example_of(model, module) is None and not _are_alike(module):
         each = f"{num_stages} devices" if num_chunks == num_stages else f"{num_chunks} chunks"
         raise MisconfigurationException(
@@ -315,9 +442,28 @@ def find_balance(
         costs = _costs(model, module, by_time=by_time, settings=settings, device=device, precision=precision)
     is_counted = settings.interleaves or not by_time
     layers = costs.layers[::-1] if in_reverse else costs.layers
-    balance = partition_costs(layers, num_chunks, last=costs.driver if is_counted else 0.0)
+    balance = partition_lists(layers, lengths, chunks_of_list, driver=costs.driver if is_counted else 0.0)
     rank_zero_info(f"RPCSequentialStrategy: {_explained(balance, costs, module, path, is_counted=is_counted)}")
     return balance
+
+
+def partition_lists(costs: Sequence[float], lengths: Sequence[int], num_chunks: int, *, driver: float) -> list[int]:
+    """Return the number of layers of each chunk of all lists, one list after another.
+
+    Each list has its share of the driver's cost, in proportion to its layers, so that all stages cost the same over
+    all lists.
+
+    Args:
+        costs: The cost of each layer.
+        lengths: The number of layers of each list.
+        num_chunks: The number of chunks of each list.
+        driver: The cost of what the driver runs outside the layers.
+    """
+    ahead, whole = iter(costs), sum(costs)
+    lists = [[next(ahead) for _ in range(length)] for length in lengths]
+    shares = [sum(own) / whole if whole > 0 else 1 / len(lists) for own in lists]
+    parts = [partition_costs(own, num_chunks, last=driver * share) for own, share in zip(lists, shares, strict=True)]
+    return [size for part in parts for size in part]
 
 
 def _costs(
@@ -405,7 +551,7 @@ def _explained(
     unit = "blocks" if isinstance(module, nn.ModuleList) else "layers"
     mean = sum(costs.layers) / len(costs.layers)
     number = f"as much as {costs.driver / mean:.1f} {unit}" if mean > 0 else f"{costs.driver:.3g}"
-    line = f"balance {balance}: what the model runs outside {path!r}, on the driver, costs {number}"
+    line = f"balance {balance}: what the model runs outside {path}, on the driver, costs {number}"
     if not is_counted:
         line += ", not counted: under schedule='gpipe' it runs before and after the passes of the stages"
     if costs.not_measured:

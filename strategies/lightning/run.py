@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from strategies.checkpoint.stages import StageStates
+from strategies.common.joined_lists import lengths_of
 from strategies.lightning.arguments import as_misconfiguration
 from strategies.lightning.compat import LightningModule, Precision, PyTorchProfiler, Trainer, TrainerFn
 from strategies.lightning.launch.replicas import ReplicatedStrategy
@@ -41,7 +42,7 @@ class Preparation:
         trainer: The Trainer.
         model: The model.
         module: The part of the model that is pipelined.
-        path: The dotted path of ``module`` in ``model``.
+        path: The dotted path of ``module`` in ``model``; empty for several lists.
         gathers: Whether weights and optimizer states come back to the driver when the run ends.
     """
 
@@ -83,7 +84,7 @@ class Preparation:
     @property
     def stage_of_chunk(self) -> Sequence[int]:
         """The number of the stage of each chunk of layers."""
-        return stages_of_chunks(self.settings, self.num_stages)
+        return stages_of_chunks(self.settings, self.num_stages, len(lengths_of(self.module)))
 
     def with_settings(self, settings: Settings) -> "Preparation":
         """Return a copy with these settings."""
@@ -121,7 +122,7 @@ class Run(Preparation):
         return cls(**known, pipeline=pipeline, states=states, **rest)
 
 
-def stages_of_chunks(settings: Settings, num_stages: int) -> Sequence[int]:
+def stages_of_chunks(settings: Settings, num_stages: int, num_lists: int = 1) -> Sequence[int]:
     """Return the number of the stage of each chunk of layers."""
     with as_misconfiguration():
-        return settings.programs(num_stages).rank_of
+        return settings.programs(num_stages, num_lists=num_lists).rank_of

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, rpc
 from torch.optim import Optimizer
 
+from strategies.common.joined_lists import lengths_of, parts_of
 from strategies.common.patching import replaced
 from strategies.common.stage_layers import StageLayers, describe, kinds_of, locate
 from strategies.common.torch_compat import convert_tensors, replacing_conversion, without_torch_function
@@ -109,9 +110,10 @@ class _Running:
     fill_drain: FillDrain
     per_microbatch: PerMicrobatch | None
     """``None`` if the schedule only runs whole batches."""
-    state: StateOfStages
+    states: list[StateOfStages]
+    """The state of each list of layers of the model."""
     copies: list[StateOfStages]
-    """The state of each copy of the model."""
+    """The states of the copies of the model."""
     holders: list[Holder]
     ending: ExitStack
     """Ends the pipeline, in the reverse order of its start."""
@@ -254,7 +256,8 @@ class Pipeline(NotCopyable):
                 f"data_plane={settings.data_plane!r}. Use 'gloo' or 'auto', or leave recovery out."
             )
         self._plane = settings.plane(devices, hosts) if recovery is None else GLOO
-        self.programs = settings.programs(len(devices), ordered=self._plane != GLOO)
+        num_lists = len(lengths_of(module))
+        self.programs = settings.programs(len(devices), ordered=self._plane != GLOO, num_lists=num_lists)
         self._model, self._given_copies = model, copies
         self.stages: list[StageLayers] = []
         """The layers of each stage. The list stays the same object; its items change if layers move between stages."""
@@ -272,8 +275,7 @@ class Pipeline(NotCopyable):
         self._construction = construction
         self._blocks: DeferredBlocks | None = None
         if isinstance(module, nn.ModuleList):
-            order = list(module._modules)[:: -1 if is_reversed else 1]
-            self._blocks = DeferredBlocks(module, self._run_blocks, path, model, order)
+            self._blocks = DeferredBlocks(module, self._run_blocks, path, model, is_reversed=is_reversed)
         self._bypass = BypassCheck(module, path)
         self._gathers_on_end = gathers_on_end
         self._running: _Running | None = None
@@ -320,7 +322,7 @@ class Pipeline(NotCopyable):
             return step.call(input)
         return self._usable().fill_drain(input)
 
-    def _run_blocks(self, value: Value, find_rows: FindRows) -> Any:
+    def _run_blocks(self, value: Value, find_rows: FindRows, list_number: int) -> Any:
         """Run the recorded block calls of one micro-batch, or those of a whole batch, which is split if possible."""
         if not self._bypass.has_run:
             self._bypass.note_call()
@@ -330,13 +332,13 @@ class Pipeline(NotCopyable):
             return step.call(value)
         rows = find_rows() if self.settings.microbatches > 1 else None
         if rows is None:
-            return running.fill_drain(value, microbatches=1)
+            return running.fill_drain(value, microbatches=1, list_number=list_number)
         table, plan = value
         marked = [
             NoChunk(leaf) if isinstance(leaf, Tensor) and not has_rows else leaf
             for leaf, has_rows in zip(table, rows, strict=True)
         ]
-        return running.fill_drain((marked, plan))
+        return running.fill_drain((marked, plan), list_number=list_number)
 
     @contextmanager
     def step(
@@ -426,15 +428,18 @@ class Pipeline(NotCopyable):
         return self._running.executor.remotes if self._running is not None else ()
 
     @property
-    def state(self) -> StateOfStages | None:
-        """The object that gathers and loads the state of all stages; ``None`` if the pipeline does not run."""
-        return self._running.state if self._running is not None else None
+    def states(self) -> Sequence[StateOfStages]:
+        """The objects that gather and load the state of all stages, one for each module that contains layers.
+
+        Empty if the pipeline does not run.
+        """
+        return self._running.states if self._running is not None else ()
 
     @contextmanager
     def reading_late(self) -> Iterator[None]:
         """Context in which state dicts of the model and its copies fetch values of remote stages when they are read."""
         with ExitStack() as late:
-            for state in [self._running.state, *self._running.copies] if self._running is not None else ():
+            for state in [*self._running.states, *self._running.copies] if self._running is not None else ():
                 late.enter_context(state.reading_late())
             yield
 
@@ -699,8 +704,10 @@ class Pipeline(NotCopyable):
         else:
             self._blocks.start()
             ending.callback(self._blocks.end)
-        state = StateOfStages(self.module, self.stages, remotes)
-        ending.callback(state.end)
+        parts = parts_of(self.module)
+        states = [StateOfStages(part, self.stages, remotes, start=start) for start, part in parts]
+        for state in states:
+            ending.callback(state.end)
         copies: list[StateOfStages] = []
         for number, (copy, stages) in enumerate(self._copies, start=1):
             ending.enter_context(_copy_on_stages(copy.module, stages[:-1]))
@@ -709,7 +716,7 @@ class Pipeline(NotCopyable):
         if recovery is not None:
             ending.callback(recovery.end)
             recovery.start()
-        return _Running(*executing, state, copies, holders, ending=ending.pop_all())
+        return _Running(*executing, states, copies, holders, ending=ending.pop_all())
 
     def _executing(
         self,
@@ -721,7 +728,7 @@ class Pipeline(NotCopyable):
     ) -> tuple[Executor, FillDrain, PerMicrobatch | None]:
         """Create the stage of this process, the executor and its front ends."""
         last, rank_of = len(self.stages) - 1, self.programs.rank_of
-        edges = Edges(rank_of[-1], rank_of, transport)
+        edges = Edges(rank_of[-1], rank_of, transport, firsts=self.programs.placement.firsts)
         named = dict(self.module.named_parameters(remove_duplicate=False))
         ties = TiedParameters(rank_of[-1], self._ties, named, transport) if self._ties and transport else None
         stage = Stage(
@@ -949,7 +956,8 @@ class Pipeline(NotCopyable):
         for remote in running.executor.remotes:
             remote.is_gathered = False
         for _, module, _, _ in self._all():
-            module.register_state_dict_pre_hook(refuse_lost_values)
+            for _, part in parts_of(module):
+                part.register_state_dict_pre_hook(refuse_lost_values)
 
 
 def _renewed(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from strategies.common.joined_lists import JoinedLists
 from strategies.common.names import did_you_mean
 from strategies.common.patching import unchanged
 from strategies.launch.allocator import all_freed_memory_kept
@@ -47,6 +48,7 @@ from strategies.lightning.launch.replicas import ReplicatedStrategy
 from strategies.lightning.options import Options
 from strategies.lightning.partitioning import (
     FoundExample,
+    described,
     find_example,
     find_module,
     find_path,
@@ -135,7 +137,7 @@ class PipelineOptions:
     """The settings of a pipeline strategy that a plan uses.
 
     Attributes:
-        path: Dotted path of the pipelined module; ``None`` to find it.
+        path: Dotted path of the pipelined module, or those of several lists; ``None`` to find it.
         balance: The number of layers of each chunk; ``"even"``; ``None`` to find it.
         settings: Micro-batches, recomputation and chunks.
         device: The device of the driver.
@@ -149,7 +151,7 @@ class PipelineOptions:
             whole model before.
     """
 
-    path: str | None
+    path: str | Sequence[str] | None
     balance: Sequence[int] | Literal["even"] | None
     settings: Settings
     device: torch.device
@@ -358,8 +360,14 @@ class _Plan:
         self._trainer, self._model, self._data = trainer, model, data
         self._options, self._choices = options, choices
         self._precision = trainer.precision_plugin
-        self._path = find_path(model, options.path, min(choices.stages))
-        self._module: Pipelined = find_module(model, self._path, needs_values=False)
+        where = find_path(model, options.path, min(choices.stages))
+        self._path = where if isinstance(where, str) else described(where)
+        self._module: Pipelined = find_module(model, where, needs_values=False)
+        if isinstance(self._module, JoinedLists):
+            raise MisconfigurationException(
+                f"Trainer.plan predicts the time of one nn.Sequential or nn.ModuleList, but {self._path} are pipelined "
+                "together. Name one of them by module=..."
+            )
         inside = set(self._module.modules())
         self._outside = [module for module in model.modules() if module not in inside]
         self._on_meta = is_on_meta(model)

@@ -8,6 +8,7 @@ recorded        ✓         ✓         ✓         ✓  │
 from collections.abc import Iterable
 from typing import Any
 
+from strategies.common.joined_lists import lengths_of
 from strategies.common.names import did_you_mean
 from strategies.lightning.compat import MisconfigurationException, rank_zero_warn
 from strategies.lightning.features.feature import Feature
@@ -62,6 +63,8 @@ class Rebalancing(Feature):
         """Check that layers can move in this run."""
         if prepared.is_fitting:
             check_can_move("rebalance='auto'", prepared)
+            several = len(lengths_of(prepared.module)) > 1
+            refuse("rebalance='auto'", {"is for one list of layers, but several are pipelined": several})
 
     def begin(self, run: Run) -> Iterable[Undo]:
         """Forget an earlier run."""

@@ -346,15 +346,6 @@ def layer_with_the_model(model: Model) -> None:
             "Model has no nn.Sequential or nn.ModuleList with at least 2 layers, one for each of the 2 devices",
         ),
         (
-            two_lists,
-            "Model has several lists of layers that could be pipelined: 'down' (2 Linear), 'up' (3 Linear). Name one "
-            "of them, such as RPCSequentialStrategy(module='down')",
-        ),
-        (
-            one_larger_sequence,
-            "Model has several lists of layers that could be pipelined: 'blocks' (3 Linear), 'tokens' (2 Linear). Name",
-        ),
-        (
             lists_in_a_list,
             "Model.sequential_module cannot be pipelined: its entry '0', a ModuleList, has no forward, so the model "
             "calls the parts of its entries",
@@ -417,6 +408,53 @@ def test_the_pipelined_part_is_found(spoil: Callable[[Model], Any], expected: st
     spoil(model)
     assert find_path(model, None, 2) == expected
     assert find_path(model, "anything", 2) == "anything"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "first", "second"),
+    [
+        (two_lists, "'down' (2 Linear)", "'up' (3 Linear)"),
+        (one_larger_sequence, "'blocks' (3 Linear)", "'tokens' ("),
+    ],
+)
+def test_several_lists_are_pipelined_under_gpipe_only(
+    spoil: Callable[[Model], None], first: str, second: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "pytorch_lightning")
+    model = Model()
+    spoil(model)
+    one, other = (text.split("'")[1] for text in (first, second))
+    assert find_path(model, None, 2, several=True) == ((one,), (other,))
+    assert f"pipelines {first}, then {second}" in caplog.text
+    message = f"several lists of layers that could be pipelined: {first}, {second}"
+    with pytest.raises(MisconfigurationException, match=re.escape(message) + f".*module='{one}'.*schedule='gpipe'"):
+        find_path(model, None, 2)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["down", "down"], "module names 'down' and 'down', which have layers in common"),
+        (
+            ["down", "down.0"],
+            "Model.down.0 must be an nn.Sequential or an nn.ModuleList to be pipelined, but is a Linear",
+        ),
+        (["down", "middle"], "Model has no 'middle'"),
+    ],
+)
+def test_lists_that_are_named(names: list[str], message: str) -> None:
+    model = Model()
+    two_lists(model)
+    with pytest.raises(MisconfigurationException, match=re.escape(message)):
+        find_path(model, names, 2)
+    assert find_path(model, ["up", "down"], 2) == (("up",), ("down",))
+    assert find_path(model, ["up"], 2) == "up"
+
+
+@pytest.mark.parametrize("module", [3, [], [3], ""])
+def test_a_module_that_is_no_name(module: Any) -> None:
+    with pytest.raises(MisconfigurationException, match="module must be the path of a list of layers, or a list of"):
+        RPCSequentialStrategy(module=module)
 
 
 def test_the_list_is_preferred_to_smaller_sequences_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:

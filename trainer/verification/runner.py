@@ -167,6 +167,11 @@ def verify_run(
     shortened = None
     if blocks is not None:
         path = verified.arguments.get("module") or find_path(model, None, 2)
+        if not isinstance(path, str):
+            raise MisconfigurationException(
+                f"blocks={blocks} keeps the first blocks of one list, but several lists are pipelined, {path}. Leave "
+                "blocks out, or name one of them by module=..."
+            )
         check_blocks(model, path, blocks)
         shortened = path, blocks
         notes.append(f"Of the blocks of {path!r}, only the first {blocks} were run.")

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from strategies.common.joined_lists import JoinedLists
 from strategies.lightning.compat import (
     Callback,
     MisconfigurationException,
@@ -25,6 +26,7 @@ from strategies.lightning.compat import (
 )
 from strategies.lightning.features.feature import Feature, PipelineArguments
 from strategies.lightning.hooks import Undo, run_hooks_within
+from strategies.lightning.partitioning import described
 from strategies.lightning.run import Preparation, Run
 from strategies.pipeline.driver import ModelCopy
 from strategies.pipeline.partition.sequential import Pipelined
@@ -48,6 +50,12 @@ class WeightAverages(Feature):
 
     def arguments(self, prepared: Preparation, optimizers: Sequence[Optimizer]) -> PipelineArguments:
         """Return the copies of the model in which callbacks keep averages."""
+        if isinstance(prepared.module, JoinedLists) and _averaging(prepared.trainer):
+            raise MisconfigurationException(
+                "Averages of weights (WeightAveraging, StochasticWeightAveraging) work with one nn.Sequential or "
+                f"nn.ModuleList, but {described(prepared.module.paths)} are pipelined together. Name one of them by "
+                "module=..."
+            )
         return {"copies": find_copies(prepared.trainer, prepared.module, prepared.path)}
 
     def begin(self, run: Run) -> Iterable[Undo]:

@@ -15,7 +15,14 @@ from torch import nn
 from strategies.lightning.features.feature import Feature
 from strategies.lightning.features.per_microbatch import num_gradient_sets
 from strategies.lightning.options import Options
-from strategies.lightning.partitioning import find_balance, find_path, warn_of_compiled_model, warn_of_time_first
+from strategies.lightning.partitioning import (
+    Where,
+    described,
+    find_balance,
+    find_path,
+    warn_of_compiled_model,
+    warn_of_time_first,
+)
 from strategies.lightning.run import Preparation, stages_of_chunks
 from strategies.lightning.search_settings import fits, with_schedule
 from strategies.pipeline.executor.settings import Settings
@@ -32,28 +39,31 @@ class Division(Feature):
 
     Attributes:
         balance: The number of layers of each chunk in the present or last run; before the first run, the user's value.
-        path: The dotted path of the layers in the present or last run; before the first run, the user's value.
+        where: The dotted path of the layers in the present or last run, or those of several lists; before the first
+            run, the user's value.
     """
 
     def __init__(self, options: Options, search: Callable[..., PlannedSchedule]) -> None:
         self._options, self._search = options, search
         self.balance: Sequence[int] | Literal["even", "by_size", "by_time"] = options.balance
-        self.path = options.module or "sequential_module"
+        self.where: Where = options.module if isinstance(options.module, str) else "sequential_module"
         self._planned: PlannedSchedule | None = None
         self._moved: list[int] = []
 
     def check(self, prepared: Preparation) -> None:
         """Warn about layers that a pipeline would split along the wrong dimension, and about a compiled model."""
+        _ = prepared.stage_of_chunk  # refuses a schedule that cannot run several lists
         if isinstance(prepared.module, nn.Sequential):
             warn_of_time_first(prepared.module, prepared.path)
         elif prepared.is_fitting:
             warn_of_compiled_model(prepared.path)
 
-    def find(self, model: nn.Module, num_stages: int) -> str:
-        """Return the dotted path of the pipelined part of a model."""
-        num_chunks = len(stages_of_chunks(self._options.settings, num_stages))
-        self.path = find_path(model, self._options.module, num_stages, num_chunks)
-        return self.path
+    def find(self, model: nn.Module, num_stages: int) -> Where:
+        """Return the dotted path of the pipelined part of a model, or those of several lists."""
+        settings = self._options.settings
+        num_chunks = len(stages_of_chunks(settings, num_stages))
+        self.where = find_path(model, self._options.module, num_stages, num_chunks, several=not settings.interleaves)
+        return self.where
 
     def move_to(self, balance: Sequence[int]) -> None:
         """Keep a balance to which layers have moved."""
@@ -90,7 +100,7 @@ class Division(Feature):
         balance = find_balance(
             model,
             module,
-            path=prepared.path,
+            path=described(self.where),
             num_chunks=num_chunks,
             given=given,
             by_time=options.balances_by_time,

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from strategies.common.joined_lists import JoinedLists
 from strategies.common.transformers_compat import switch_off_cache, switch_off_recomputation
 from strategies.lightning.compat import MisconfigurationException, rank_zero_info, rank_zero_warn
 from strategies.lightning.features.feature import Feature
@@ -20,7 +21,10 @@ class HuggingFaceModels(Feature):
     def check(self, prepared: Preparation) -> None:
         """Refuse LayerDrop, and warn about an auxiliary loss of routers."""
         if isinstance(prepared.module, nn.ModuleList) and prepared.is_fitting:
-            check_layer_drop(prepared.model, prepared.path)
+            module = prepared.module
+            parts = [start[:-1] for start, _ in module.parts] if isinstance(module, JoinedLists) else [prepared.path]
+            for path in parts:
+                check_layer_drop(prepared.model, path)
             warn_of_router_loss(prepared.model, prepared.settings)
 
     def begin(self, run: Run) -> Iterable[Undo]:
@@ -30,11 +34,11 @@ class HuggingFaceModels(Feature):
         mode = run.settings.checkpoint
         if not run.is_fitting or mode == "never":
             return
-        undo = switch_off_recomputation(run.module)
+        undo, where = switch_off_recomputation(run.module), f" in {run.path!r}" if run.path else ""
         yield from undo
         if undo:
             rank_zero_info(
-                f"RPCSequentialStrategy switches off gradient checkpointing of the blocks in {run.path!r} during fit: "
+                f"RPCSequentialStrategy switches off gradient checkpointing of the blocks{where} during fit: "
                 f"its stages recompute them, because checkpoint={mode!r}. With checkpoint='never' each block "
                 "recomputes itself."
             )

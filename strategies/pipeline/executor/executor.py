@@ -15,17 +15,19 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Generic, Protocol, TypeVar
 
 from torch import nn
 
+from strategies.common.joined_lists import layers_now, lists_of
 from strategies.common.stage_layers import StageLayers
 from strategies.pipeline.control.client import Failures, NotCopyable, RemoteStage, leading
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.optim.replicas import Averaging
 from strategies.pipeline.schedule.program import Program, Programs
-from strategies.pipeline.stage.edges import Edges
+from strategies.pipeline.stage.edges import Edges, Mailbox
 from strategies.pipeline.stage.layers import PassContext, num_recomputed
 from strategies.pipeline.stage.passes import Pass
 from strategies.pipeline.stage.side_outputs import Placeholders, WithSideOutputs
@@ -69,6 +71,27 @@ class PipelineParts:
     between_passes: Callable[[], None] = lambda: None
 
 
+@dataclass(frozen=True)
+class Ends:
+    """The driver's connections to a list of layers.
+
+    Attributes:
+        layers: The layers.
+        last_chunk: Number of the chunk whose output the driver's code receives.
+        inputs: Sends inputs of micro-batches to the first chunk.
+        input_grads: Receives the gradients of the inputs.
+        outputs: Receives the outputs of the last chunk.
+        output_grads: Sends the gradients of the outputs.
+    """
+
+    layers: Sequence[nn.Module]
+    last_chunk: int
+    inputs: Mailbox
+    input_grads: Mailbox
+    outputs: Mailbox
+    output_grads: Mailbox
+
+
 class Executor(NotCopyable):
     """Runs passes on all stages.
 
@@ -80,13 +103,13 @@ class Executor(NotCopyable):
         self._parts, self.stage, self.edges, self.remotes = parts, parts.stage, parts.edges, parts.remotes
         self.module, self.settings = parts.module, parts.settings
         self.programs, self.num_stages = parts.programs, len(parts.stages)
-        self.last_chunk = len(parts.programs.rank_of) - 1
-        """Number of the chunk whose output the driver's code receives."""
+        ends = [*parts.programs.placement.firsts, len(parts.programs.rank_of)]
         mail = parts.edges.mail
-        self.inputs, self.input_grads = mail["F", 0], mail["B", 0]
-        """Sends inputs of micro-batches to the first chunk and receives their gradients."""
-        self.outputs, self.output_grads = mail["F", self.last_chunk + 1], mail["B", self.last_chunk + 1]
-        """Receives outputs of the last chunk and sends their gradients."""
+        self.ends = [
+            Ends(layers, stop - 1, mail["F", first], mail["B", first], mail["F", stop], mail["B", stop])
+            for layers, (first, stop) in zip(lists_of(parts.module), pairwise(ends), strict=True)
+        ]
+        """The driver's connections to each list of layers."""
         self._told: set[Hashable] = set()
         """The programs whose rows have been sent to the stages."""
         self.mirrors = [
@@ -95,7 +118,7 @@ class Executor(NotCopyable):
         """For each worker, the modes, flags and attributes of its layers that were last sent to it."""
         self.side_outputs = Placeholders(parts.stages)
         """The stand-ins for tensors that layers store in their attributes."""
-        self._children = list(parts.module._modules.values())
+        self._children = layers_now(parts.module)
         self._num_passes = self._num_backward = self._num_averaged = 0
         self.current = -1
         """Number of the current or most recent pass."""
@@ -104,7 +127,13 @@ class Executor(NotCopyable):
         """Passes whose backward part may follow but has not begun."""
 
     def begin(
-        self, microbatches: int, *, grad: bool, context: PassContext | None = None, gathers: bool = False
+        self,
+        microbatches: int,
+        *,
+        grad: bool,
+        context: PassContext | None = None,
+        gathers: bool = False,
+        list_number: int = 0,
     ) -> Pass:
         """Start a pass, and queue for every stage the changes since the last pass.
 
@@ -113,8 +142,9 @@ class Executor(NotCopyable):
             grad: Whether a backward part may follow.
             context: Settings for the forward passes; by default those of the calling thread.
             gathers: Whether gradients are kept separate from ``.grad`` until they are released.
+            list_number: The list of layers that the pass runs through.
         """
-        if list(self.module._modules.values()) != self._children:
+        if layers_now(self.module) != self._children:
             raise RuntimeError(
                 "the layers of the pipelined module are not those with which the pipeline started; layers cannot be "
                 "replaced during a run. Change the model before fit, or in configure_model."
@@ -134,6 +164,7 @@ class Executor(NotCopyable):
             splits=grad and self.programs.training[microbatches].splits,
             gathers=gathers,
             shares=self._ties_have_changed(),
+            list_number=list_number,
         )
         if grad:
             self.unfinished.add(number)
@@ -153,8 +184,8 @@ class Executor(NotCopyable):
             this: The pass.
             code: The code that this process runs between its actions.
         """
-        self.current, name = this.number, (part, this.microbatches)
-        program: Program = getattr(self.programs, part)[this.microbatches]
+        self.current, name = this.number, (part, this.microbatches, this.list_number)
+        program: Program = self.programs.of(*name)
         this = replace(this, limit=program.limit)
         for remote, row in zip(self.remotes, program.operations, strict=False):
             if name not in self._told:
@@ -166,7 +197,7 @@ class Executor(NotCopyable):
     @contextmanager
     def in_backward(self, this: Pass, m: int) -> Iterator[None]:
         """Context for a backward pass through an output that the last chunk has returned with its graph."""
-        with self.own_values(), self.stage.in_backward(this, m, self.last_chunk):
+        with self.own_values(), self.stage.in_backward(this, m, self.ends[this.list_number].last_chunk):
             yield
 
     def own_values(self) -> AbstractContextManager[None]:
@@ -175,7 +206,7 @@ class Executor(NotCopyable):
 
     def output(self, this: Pass, m: int) -> Any:
         """Return the output of the last layer for a micro-batch, with packed objects. All skips have been popped."""
-        value = self.outputs.receive(this.number, m)
+        value = self.ends[this.list_number].outputs.receive(this.number, m)
         if isinstance(value, WithSideOutputs):
             value = self.side_outputs.unwrapped(value)
         return value[0]

@@ -37,32 +37,35 @@ class FillDrain:
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
 
-    def __call__(self, input: Any, microbatches: int | None = None) -> Any:
+    def __call__(self, input: Any, microbatches: int | None = None, list_number: int = 0) -> Any:
         """Take the input of the module's ``forward`` and return its output.
 
         Args:
             input: The input.
             microbatches: The number of micro-batches; by default the one in the settings.
+            list_number: The list of layers that the input goes through.
         """
         parts = split(pack_objects(input, NoChunk), microbatches or self._executor.settings.microbatches)
-        return unpack_objects(merge(self.run(parts)))
+        return unpack_objects(merge(self.run(parts, list_number)))
 
-    def run(self, parts: Sequence[Any]) -> list[Any]:
+    def run(self, parts: Sequence[Any], list_number: int = 0) -> list[Any]:
         """Run the forward part of a pass, and the backward part when the outputs are differentiated.
 
         Args:
             parts: The input of each micro-batch, with packed objects.
+            list_number: The list of layers that the inputs go through.
 
         Returns:
             The output of each micro-batch, with packed objects.
         """
         executor, given = self._executor, [tensor for part in parts for tensor in tensors_of(part)]
         grad = torch.is_grad_enabled() and (
-            any(t.requires_grad for t in given) or any(p.requires_grad for p in executor.module.parameters())
+            any(t.requires_grad for t in given)
+            or any(p.requires_grad for layer in executor.ends[list_number].layers for p in layer.parameters())
         )
         inputs = [t for t in given if grad and t.requires_grad]
         with torch.no_grad(), executor.explained():
-            this = executor.begin(len(parts), grad=grad)
+            this = executor.begin(len(parts), grad=grad, list_number=list_number)
             outputs = self._forward(parts, this)
         required = [[t.requires_grad for t in tensors_of(output)] for output in outputs]
         run = PendingPass(this, self)
@@ -102,12 +105,13 @@ class FillDrain:
             The gradients of ``inputs``.
         """
         executor, ahead = self._executor, iter(grads)
+        ends = executor.ends[this.list_number]
         executor.note_backward(this.number)
         if (recorder := executor.stage.recorder) is not None and recorder.pass_of_code == this.number:
-            recorder.end("loss", this.microbatches - 1, executor.last_chunk, this.number)
+            recorder.end("loss", this.microbatches - 1, ends.last_chunk, this.number)
         with executor.explained():
             for m, flags in enumerate(required):
-                executor.output_grads.send([next(ahead) for flag in flags if flag], this.number, m)
+                ends.output_grads.send([next(ahead) for flag in flags if flag], this.number, m)
             executor.carry_changes()  # autograd computes no gradients for parameters that were frozen since
             code = _Code(executor, this, answered=bool(inputs))
             executor.run("backward", this, code)
@@ -142,9 +146,9 @@ class _Code:
         elif operation.part == "b":  # there are no skips before the first layer
             part = self._parts[m]
             flags = [this.grad and tensor.requires_grad for tensor in tensors_of(part)]
-            executor.inputs.send((part, {}), this.number, m, requires_grad=flags)
+            executor.ends[this.list_number].inputs.send((part, {}), this.number, m, requires_grad=flags)
         elif self._answered:
-            self.received[m] = executor.input_grads.receive(this.number, m)
+            self.received[m] = executor.ends[this.list_number].input_grads.receive(this.number, m)
 
     def joins(self, row: Row, place: int) -> bool:
         return False

@@ -144,6 +144,7 @@ class _TrainingStep:
         self, executor: Executor, steps: Steps, this: Pass, codes: Sequence[Code], weights: Sequence[float]
     ) -> None:
         self._executor, self._side_outputs = executor, executor.side_outputs
+        (self._ends,) = executor.ends  # several lists of layers have a pass each
         self._threads, self._this, self._codes, self._weights = steps, this, codes, weights
         self.losses: list[Tensor | None] = []
         """The loss of each micro-batch, detached."""
@@ -205,7 +206,7 @@ class _TrainingStep:
             recorder.end("b", m, number=this.number)
         self._inputs.append([t for t in tensors if t.requires_grad])
         flags = [t.requires_grad for t in tensors]
-        self._executor.inputs.send((with_leaves(sent, spec), {}), this.number, m, requires_grad=flags)
+        self._ends.inputs.send((with_leaves(sent, spec), {}), this.number, m, requires_grad=flags)
 
     def _in_context(self, code: Code) -> Any:
         with self._this.context.entered(grad=True):
@@ -218,7 +219,7 @@ class _TrainingStep:
         the loss immediately. Two calls of autograd, with the output as a leaf in between, would cost more.
         """
         action, this = row[place], self._this
-        if not isinstance(action, Action) or action.kind != "F" or action.stage != self._executor.last_chunk:
+        if not isinstance(action, Action) or action.kind != "F" or action.stage != self._ends.last_chunk:
             return False
         m = action.microbatch
         self._is_joined = (
@@ -281,9 +282,9 @@ class _TrainingStep:
             with executor.in_backward(this, m) if is_joined else nullcontext():
                 loss.backward(torch.full_like(loss, self._weights[m]), retain_graph=keep)
         if slots:
-            executor.output_grads.send([slot.value for slot in slots], this.number, m)
+            self._ends.output_grads.send([slot.value for slot in slots], this.number, m)
         if recorder is not None and not ended:
-            recorder.end("loss", m, executor.last_chunk, this.number)
+            recorder.end("loss", m, self._ends.last_chunk, this.number)
         return None if loss is None else loss.detach().clone()  # later code may change the returned loss
 
     def _end_at_output(self, recorder: ActionRecorder, output: Any, m: int, ended: list[bool]) -> None:
@@ -299,7 +300,7 @@ class _TrainingStep:
         def end(_: Tensor) -> None:
             if not ended:
                 ended.append(True)
-                recorder.split("loss", m, self._executor.last_chunk, self._this.number)
+                recorder.split("loss", m, self._ends.last_chunk, self._this.number)
 
         for tensor in tensors_of(output):
             if tensor.requires_grad:
@@ -311,7 +312,7 @@ class _TrainingStep:
         if inputs:
             if (recorder := self._executor.stage.recorder) is not None:
                 recorder.begin()
-            grads = self._executor.input_grads.receive(self._this.number, m)
+            grads = self._ends.input_grads.receive(self._this.number, m)
             if recorder is not None:
                 recorder.received()
             known = [(t, grad) for t, grad in zip(inputs, grads, strict=True) if grad is not None]

@@ -60,25 +60,38 @@ class Settings:
         """
         return chosen_plane(self.data_plane, devices, hosts)
 
-    def programs(self, processes: int, *, ordered: bool = False) -> Programs:
+    def programs(self, processes: int, *, ordered: bool = False, num_lists: int = 1) -> Programs:
         """Return the operations of each process in a pass; under ``"auto"``, those of a pass without training.
 
         Args:
             processes: The number of stages.
             ordered: Whether all processes agree on one order of sends and receives; see
                 :func:`~strategies.pipeline.schedule.posting.posting_order`.
+            num_lists: Number of lists of layers, which run one after another.
 
         Raises:
             ValueError: If the file of a table cannot be read, or a custom table cannot run on this number of
                 processes.
         """
+        if num_lists > 1 and self.interleaves:
+            raise ValueError(
+                f"schedule={self.schedule!r} runs training_step once per micro-batch, with one list of layers, but "
+                f"{num_lists} lists are to be pipelined. Use schedule='gpipe', or name one list by module=..."
+            )
+        if num_lists > 1 and ordered:
+            raise ValueError(
+                f"{num_lists} lists of layers are pipelined one after another under data_plane='gloo' only. Use it, or "
+                "name one list by module=..."
+            )
         order = posting_order if ordered else direct_order
         schedule = "1f1b" if self.is_auto else self.schedule
         if isinstance(schedule, str) and schedule in SCHEDULES:
             named = SCHEDULES[schedule]
             chunks = 1 if self.is_auto else self.chunks or named.chunks[1]
             placement, at_once = named.placement(processes, chunks), not self.pipelined_backward
-            return Programs(lambda m: named.table(processes, m, chunks), placement, order, at_once=at_once)
+            return Programs(
+                lambda m: named.table(processes, m, chunks), placement, order, at_once=at_once, num_lists=num_lists
+            )
         try:
             placement = Placement.of(custom_table(schedule, processes, self.microbatches))
         except OSError as error:

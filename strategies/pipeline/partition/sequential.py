@@ -1,4 +1,4 @@
-"""Split an ``nn.Sequential`` or an ``nn.ModuleList`` into stages, each with one or more chunks of layers."""
+"""Split an ``nn.Sequential``, an ``nn.ModuleList`` or several lists into stages, each with some chunks of layers."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from strategies.common.joined_lists import JoinedLists
 from strategies.common.stage_layers import StageLayers
 
 Pipelined = nn.Sequential | nn.ModuleList
@@ -45,6 +46,26 @@ def check_balance(balance: Sequence[int], num_layers: int, num_stages: int, *, c
     return sizes
 
 
+def check_lists(balance: Sequence[int], lengths: Sequence[int]) -> None:
+    """Check that no chunk has layers of two lists.
+
+    Args:
+        balance: The number of layers of each chunk. All lists have equally many chunks.
+        lengths: The number of layers of each list.
+
+    Raises:
+        ValueError: If the chunks of a list do not have its layers.
+    """
+    chunks = len(balance) // len(lengths)
+    for number, length in enumerate(lengths):
+        own = list(balance[number * chunks : (number + 1) * chunks])
+        if sum(own) != length:
+            raise ValueError(
+                f"The provided balance {list(balance)} has {own} for list {number} of {len(lengths)}, which has "
+                f"{length} layers. Give {chunks} numbers of layers for each list, one list after another."
+            )
+
+
 def cut(
     module: nn.Module, balance: Sequence[int], stage_of: Sequence[int] | None = None, *, is_reversed: bool = False
 ) -> list[StageLayers]:
@@ -56,6 +77,8 @@ def cut(
         stage_of: The number of the stage of each chunk; by default each chunk is a stage.
         is_reversed: Whether the first chunk gets the last layers, because the model calls its blocks in reverse order.
     """
+    if isinstance(module, JoinedLists):
+        check_lists(balance, module.lengths)
     children: list[tuple[str, Any]] = list(module._modules.items())  # named_children() leaves out repetitions
     if is_reversed:
         children.reverse()
@@ -67,6 +90,6 @@ def cut(
         layers = StageLayers(own)
         for span in own:
             for name, child in children[span.start : span.stop]:
-                layers._modules[name] = child  # add_module refuses a layer that is called "chunks"
+                layers._modules[name] = child  # add_module refuses a layer that is called "chunks", and dots
         cut.append(layers)
     return cut

@@ -152,7 +152,13 @@ class _Executor(Executor):
         self._begin_without_failures(parts.failures)
 
     def begin(
-        self, microbatches: int, *, grad: bool, context: PassContext | None = None, gathers: bool = False
+        self,
+        microbatches: int,
+        *,
+        grad: bool,
+        context: PassContext | None = None,
+        gathers: bool = False,
+        list_number: int = 0,
     ) -> Pass:
         assert self.this is not None
         this = super().begin(microbatches, grad=grad, context=self.this.context, gathers=gathers)

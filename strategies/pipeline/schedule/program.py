@@ -11,11 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from typing import TypeVar
 
 from strategies.pipeline.schedule.operations import Computation, Operation, Post, Result, Row, Tied, UserCode
 from strategies.pipeline.schedule.posting import direct_order
 from strategies.pipeline.schedule.running_order import assumed_times, check_complete, running_order, sources_of
 from strategies.pipeline.schedule.tables import Action, ActionTable, Placement
+
+AnyOperation = TypeVar("AnyOperation", bound=Operation)
 
 MIN_UNDER_WAY = 2
 """The number of values in transit on a channel may exceed the number of stages by at least this much."""
@@ -71,12 +74,14 @@ class Programs:
         order: Adds sends and receives.
         at_once: Whether each process receives all gradients before it runs its backward passes, if these follow all
             forward passes.
+        num_lists: Number of lists of layers. ``schedule`` and ``placement`` are those of one list.
 
     Attributes:
-        training: Interleaved forward and backward passes.
+        training: Interleaved forward and backward passes of one list.
         forward: Forward passes only.
         backward: The backward passes of all micro-batches, after all forward passes.
-        rank_of: The rank of each stage.
+        placement: The row of the table for each stage of all lists.
+        rank_of: The rank of each stage of all lists.
     """
 
     def __init__(
@@ -86,36 +91,71 @@ class Programs:
         order: Order = direct_order,
         *,
         at_once: bool = False,
+        num_lists: int = 1,
     ) -> None:
-        self._schedule, self.placement, self._order, self._at_once = schedule, placement, order, at_once
-        self.rank_of = ranks_of(placement)
+        self._schedule, self._placement, self._order, self._at_once = schedule, placement, order, at_once
+        self.placement = placement.repeated(num_lists)
+        self.rank_of = ranks_of(self.placement)
+        self._of_lists: dict[tuple[str, int, int], Program] = {}
         self.training: Mapping[int, Program] = _Computed(self._training)
         self.forward: Mapping[int, Program] = _Computed(partial(forward_program, placement, order=order))
         self.backward: Mapping[int, Program] = _Computed(self._backward)
 
+    def of(self, part: str, microbatches: int, number: int = 0) -> Program:
+        """Return the program of a pass through the stages of one list.
+
+        Args:
+            part: ``"training"``, ``"forward"`` or ``"backward"``.
+            microbatches: Number of micro-batches.
+            number: Number of the list.
+        """
+        key = part, microbatches, number
+        if key not in self._of_lists:
+            own: Mapping[int, Program] = getattr(self, part)
+            self._of_lists[key] = from_stage(own[microbatches], self.placement.firsts[number])
+        return self._of_lists[key]
+
     def _training(self, microbatches: int) -> Program:
-        table, driver = self._schedule(microbatches), self.placement.driver
+        table, driver = self._schedule(microbatches), self._placement.driver
         check_order(table)
-        if (other := Placement.of(table)) != self.placement:
+        if (other := Placement.of(table)) != self._placement:
             raise ValueError(
                 f"the table for {microbatches} micro-batches has stages 0, 1, ... on processes {other.process_of}, but "
-                f"the layers were divided for {self.placement.process_of}; a stage must have one process in all tables"
+                f"the layers were divided for {self._placement.process_of}; a stage must have one process in all tables"
             )
         splits = any(action.kind == "W" for row in table for action in row)
         with_code: list[list[Computation]] = [list(row) for row in table]
         with_code[driver] = driver_row(table)
-        limit = _limit(with_code, self.placement)
+        limit = _limit(with_code, self._placement)
         exchanges = Tied("values"), Tied("gradients")
-        return _program(table, with_code[driver], limit, self.placement, self._order, exchanges, splits=splits)
+        return _program(table, with_code[driver], limit, self._placement, self._order, exchanges, splits=splits)
 
     def _backward(self, microbatches: int) -> Program:
         table = [[action for action in row if action.kind != "F"] for row in self._schedule(microbatches)]
-        driver, last = self.placement.driver, self.placement.num_stages - 1
+        driver, last = self._placement.driver, self._placement.num_stages - 1
         answered = [action.microbatch for action in table[driver] if action.stage == last and action.kind != "W"]
         code = [UserCode("a", m) for m in answered]
-        limit, exchange = _limit(table, self.placement), Tied("gradients")
-        found = _program(table, [*table[driver], *code], limit, self.placement, self._order, (None, exchange))
+        limit, exchange = _limit(table, self._placement), Tied("gradients")
+        found = _program(table, [*table[driver], *code], limit, self._placement, self._order, (None, exchange))
         return replace(found, operations=[_at_once(row) for row in found.operations]) if self._at_once else found
+
+
+def from_stage(program: Program, first: int) -> Program:
+    """Return a program with its stages and edges numbered from ``first`` on."""
+    if first == 0:
+        return program
+
+    def later(operation: AnyOperation) -> AnyOperation:
+        if isinstance(operation, Action):
+            return operation._replace(stage=operation.stage + first)
+        return operation._replace(edge=operation.edge + first) if isinstance(operation, Post) else operation
+
+    return replace(
+        program,
+        rows=[[*map(later, row)] for row in program.rows],
+        driver=[*map(later, program.driver)],
+        operations=[[*map(later, row)] for row in program.operations],
+    )
 
 
 def ranks_of(placement: Placement) -> tuple[int, ...]:

@@ -84,9 +84,21 @@ class Placement:
 
     Attributes:
         process_of: For each stage, its process.
+        num_lists: Number of lists of layers, which run one after another. Each has equally many stages, and the driver
+            has the last stage of each.
     """
 
     process_of: tuple[int, ...]
+    num_lists: int = 1
+
+    @property
+    def firsts(self) -> list[int]:
+        """The first stage of each list, which gets its input from the driver's code."""
+        return [*range(0, self.num_stages, self.num_stages // self.num_lists)]
+
+    def repeated(self, num_lists: int) -> Placement:
+        """Return the placement of several lists, each of which has the stages of this placement."""
+        return Placement(self.process_of * num_lists, num_lists)
 
     @property
     def num_stages(self) -> int:

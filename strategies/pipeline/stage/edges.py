@@ -4,6 +4,9 @@ Edge e leads to chunk e. Edge 0 comes from the driver's code, and the last edge 
 
     driver's code ──edge 0──▶ chunk 0 ──edge 1──▶ chunk 1 ──edge 2──▶ driver's code
 
+If there are several lists of layers, the edge to the first chunk of a list comes from the driver's code. The last chunk
+of the list before it is on the driver, and shares the mailboxes of this edge with the code: passes differ.
+
 Values are sent in the direction of the arrows, gradients in the opposite direction. Each end of an edge has a
 :class:`Mailbox` for values and one for gradients. If both ends are in one process, they share these mailboxes. Between
 two processes, the sends and receives in the rows move the content of the mailboxes::
@@ -141,8 +144,10 @@ class Edges:
         rank_of: The rank of the process of each chunk.
         transport: Opens channels to other processes; ``None`` if there are none.
         devices: The device of each chunk of this process, if there are several devices.
+        firsts: The first chunk of each list of layers.
 
     Attributes:
+        firsts: The edges over which the driver's code sends inputs.
         mail: The mailboxes of this process, by kind and number of the edge.
         waits_in_receives: Whether a receive returns when the value has arrived. Otherwise the computation waits for it.
     """
@@ -153,7 +158,9 @@ class Edges:
         rank_of: Sequence[int],
         transport: Transport | None,
         devices: Mapping[int, torch.device] | None = None,
+        firsts: Sequence[int] = (0,),
     ) -> None:
+        self.firsts = frozenset(firsts)
         on = devices or {}
         driver = rank_of[-1]
         ends = [driver, *rank_of, driver]
@@ -168,7 +175,7 @@ class Edges:
             if rank not in (source, target):
                 continue
             is_local = source == target
-            copies = e == 0 and is_local  # layers may change the user's tensors in place
+            copies = e in self.firsts and is_local  # layers may change the user's tensors in place
             self.mail["F", e] = Mailbox(copies=copies, device=on.get(e))
             self.mail["B", e] = Mailbox(device=on.get(e - 1))
             if not is_local:
@@ -195,7 +202,7 @@ class Edges:
         if post.way == "SEND":
             if mail.has(this.number, m):
                 # Under gpipe, the driver receives gradients of inputs after its backward passes.
-                keep = None if (kind, e) == ("B", 0) and not this.gathers else this.limit
+                keep = None if kind == "B" and e in self.firsts and not this.gathers else this.limit
                 if self._senders[kind, e].send(mail.receive(this.number, m), this.number, m, keep=keep) and kind == "F":
                     self._answered.add(key)
         elif kind == "F" or key in self._answered:

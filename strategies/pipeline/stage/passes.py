@@ -21,6 +21,7 @@ class Pass:
         splits: Whether backward passes have two parts.
         gathers: Whether gradients are kept separate from ``.grad`` until they are released.
         shares: Whether values of tied parameters may have changed since the previous pass.
+        list_number: Number of the list of layers that the pass runs through; 0 if there is one list.
     """
 
     number: int
@@ -34,3 +35,4 @@ class Pass:
     splits: bool = False
     gathers: bool = False
     shares: bool = False
+    list_number: int = 0

@@ -258,7 +258,7 @@ class Stage:
 
     def _post(self, post: Post, this: Pass) -> None:
         recorder, waits = self.recorder, self._edges.waits_in_receives
-        sends, is_feed = post.way == "SEND", post.way == "SEND" and post.kind == "F" and post.edge == 0
+        sends, is_feed = post.way == "SEND", post.way == "SEND" and post.kind == "F" and post.edge in self._edges.firsts
         self._now = f"{post.kind}{post.microbatch}" if waits else str(post)
         if not waits:
             self.note(f"{post}, waiting for process {post.peer}")

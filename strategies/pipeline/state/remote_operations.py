@@ -11,7 +11,6 @@ The driver does not wait. An operation is identified by the ATen operator that r
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -293,7 +292,7 @@ class HeldValues:
     def tensor(self, reference: WorkerTensor) -> Tensor:
         """Return the tensor that a reference names, detached."""
         key = reference.key
-        value = self.computed[key] if isinstance(key, int) else attrgetter(key[1])(self._modules[key[0]]).detach()
+        value = self.computed[key] if isinstance(key, int) else _named(self._modules[key[0]], key[1]).detach()
         view, base = reference.view, reference.base
         if value.dtype != base.dtype or value.shape != base.size:
             raise RuntimeError(
@@ -325,3 +324,10 @@ def _is_left_alone(func: Any) -> bool:
 
 def _listed(result: Any) -> list[Any]:
     return list(result) if isinstance(result, list | tuple) else [result]
+
+
+def _named(module: nn.Module, name: str) -> Tensor:
+    """Return a parameter or buffer of a module by its dotted name."""
+    path, _, own = name.rpartition(".")
+    found: Tensor = getattr(module.get_submodule(path), own)
+    return found

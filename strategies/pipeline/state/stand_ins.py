@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from strategies.common.joined_lists import JoinedLists
 from strategies.common.torch_compat import without_torch_function
 from strategies.pipeline.control.client import RemoteStage
 from strategies.pipeline.state.remote_tensor import (
@@ -26,6 +27,10 @@ from strategies.pipeline.state.remote_tensor import (
 @contextmanager
 def without_layers(module: nn.Module, names: Iterable[str]) -> Iterator[None]:
     """Context in which ``module`` does not contain the layers with these names."""
+    if isinstance(module, JoinedLists):
+        with module.without(names):
+            yield
+        return
     children = dict(module._modules)
     for name in names:
         del module._modules[name]

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from strategies.common.stage_layers import StageLayers, layer_of
 from strategies.common.torch_compat import set_state_dict_hooks, state_dict_hooks
 from strategies.common.trees import on_cpu
 from strategies.pipeline.control.client import RemoteStage
@@ -24,10 +25,11 @@ class StateOfStages:
     """Extends ``state_dict`` and ``load_state_dict`` of a module to all stages, with the keys of one process.
 
     Args:
-        module: The whole module.
-        stages: The parts of the module.
+        module: The whole module, or the module of one of several lists of layers.
+        stages: The layers of each stage.
         remotes: The stage on a worker for each part; ``None``, or a missing entry, means this process.
         number: Number of the module on the stages: 0 for the model, ``k`` for its ``k``-th copy.
+        start: The start of the names of the layers of ``module`` on the stages, such as ``encoder.layers.``.
     """
 
     def __init__(
@@ -36,10 +38,13 @@ class StateOfStages:
         stages: Sequence[nn.Sequential],
         remotes: Sequence[RemoteStage | None],
         number: int = 0,
+        start: str = "",
     ) -> None:
-        self._module, self._stages, self._number = module, stages, number
-        self._remotes = [*remotes, *[None] * (len(stages) - len(remotes))]
-        self._is_reversed = list(stages[0]._modules)[:1] != list(module._modules)[:1]
+        self._module, self._number, self._start = module, number, start
+        all_remotes = [*remotes, *[None] * (len(stages) - len(remotes))]
+        own = [(layers, remote) for layers, remote in zip(stages, all_remotes, strict=True) if _names(layers, start)]
+        self._stages, self._remotes = [layers for layers, _ in own], [remote for _, remote in own]
+        self._is_reversed = not start and list(stages[0]._modules)[:1] != list(module._modules)[:1]
         self._reads_late, self._scatters = False, True
         self._handles: list[Any] = [
             module.register_state_dict_post_hook(partial(self._gather)),  # torch sets an attribute on it
@@ -53,6 +58,7 @@ class StateOfStages:
 
     def whole(self) -> nn.Module:
         """Return the module as in one process: the layers of this stage, and copies of the layers of remote stages."""
+        assert all(f"{name}." != self._start for layers in self._stages for name in layers._modules), "no container"
         module, last = self._module, self._stages[-1]
         here: list[Any] = [*last.modules(), *(p for p in module.parameters() if not p.is_meta)]
         memo: dict[int, Any] = {id(own): own for own in here}
@@ -71,14 +77,19 @@ class StateOfStages:
             for name, p in layers.named_parameters():
                 memo.setdefault(id(p), nn.Parameter(tensors[name], requires_grad=p.requires_grad))
             memo.update({id(buffer): buffer for buffer in layers.buffers()})  # shared until they are replaced
-            own_copy = nn.Sequential(OrderedDict((n, deepcopy(layer, memo)) for n, layer in layers._modules.items()))
+            own_copy = StageLayers()
+            own_copy._modules.update({n: deepcopy(layer, memo) for n, layer in layers._modules.items()})
             replace_buffers(own_copy, tensors)
             set_attributes(own_copy, dict(enumerate(captured(remote, PartKind.ATTRIBUTES))))
             if extra := captured(remote, PartKind.EXTRA_STATE):
                 own_copy.load_state_dict(extra, strict=False)
-            whole._modules.update(own_copy._modules)
-        whole._modules.update(last._modules)
+            whole._modules.update(self._named_here(own_copy))
+        whole._modules.update(self._named_here(last))
         return whole
+
+    def _named_here(self, layers: nn.Sequential) -> dict[str, nn.Module | None]:
+        """Return the layers of a stage that are in the module, by their names there."""
+        return {name[len(self._start) :]: layers._modules[name] for name in _names(layers, self._start)}
 
     @contextmanager
     def staying_here(self) -> Iterator[None]:
@@ -104,17 +115,16 @@ class StateOfStages:
         Takes all entries that a worker returns, since a layer may have created or removed a buffer. Parameters must be
         complete.
         """
-        here = {name: state.pop(name) for name in list(state) if name.startswith(prefix)}
-        for i, layers in enumerate(self._stages):
-            own = {n: v for n, v in here.items() if n[len(prefix) :].partition(".")[0] in layers._modules}
-            if (remote := self._remotes[i]) is not None:
+        start = self._start
+        here = {start + name[len(prefix) :]: state.pop(name) for name in list(state) if name.startswith(prefix)}
+        for layers, remote in zip(self._stages, self._remotes, strict=True):
+            own = {name: value for name, value in here.items() if layer_of(name, layers._modules) is not None}
+            if remote is not None:
                 parameters = dict(layers.named_parameters(remove_duplicate=False))
-                given = self._given(i, remote, [name for name in parameters if prefix + name in own])
-                state.update({prefix + name: value for name, value in given.items()})
-                owned_here = [prefix + name for name, p in parameters.items() if not p.is_meta]  # tied parameters
-                state.update({name: own[name] for name in owned_here if name in own})
-            else:
-                state.update(own)
+                given = self._given(layers, remote, [name for name in parameters if name in own])
+                owned_here = [name for name, p in parameters.items() if not p.is_meta]  # tied parameters
+                own = {**given, **{name: own[name] for name in owned_here if name in own}}
+            state.update({prefix + name[len(start) :]: value for name, value in own.items()})
         if self._is_reversed:
             places = {name: place for place, name in enumerate(module._modules)}
             own_keys = [name for name in state if name.startswith(prefix)]
@@ -125,8 +135,8 @@ class StateOfStages:
             if prefix + name in state:
                 state[prefix + name] = state[prefix + first.setdefault(parameter, name)]
 
-    def _given(self, i: int, remote: RemoteStage, wanted: Sequence[str]) -> dict[str, Any]:
-        """Return the entries of stage ``i`` for its layers.
+    def _given(self, layers: nn.Sequential, remote: RemoteStage, wanted: Sequence[str]) -> dict[str, Any]:
+        """Return the entries of a stage for its layers in the module.
 
         Raises:
             RuntimeError: If a wanted entry is missing, or an entry belongs to other layers.
@@ -134,12 +144,13 @@ class StateOfStages:
         part = ShelvedPart.of(remote, Part(PartKind.STATE_DICT, self._number))
         given: dict[str, Any] = part.tree
         missing = [name for name in wanted if name not in given]
-        foreign = [name for name in given if name.partition(".")[0] not in self._stages[i]._modules]
+        foreign = [name for name in given if layer_of(name, layers._modules) is None]
         if missing or foreign:
             raise RuntimeError(
                 f"{remote.description} returned a state that does not match its layers: missing {missing}, "
                 f"unexpected {foreign}. It cannot be saved in a checkpoint."
             )
+        part.tree = {name: entry for name, entry in given.items() if name.startswith(self._start)}
         return dict(shelved_tensors(part) if self._reads_late else part.values())
 
     def _scatter(self, module: nn.Module, state: dict[str, Any], prefix: str, *strictness_and_errors: Any) -> None:
@@ -154,9 +165,16 @@ class StateOfStages:
         for layers, remote in zip(self._stages, self._remotes, strict=True):
             if remote is None:
                 continue
-            own = {name: tensor for name, tensor in layers.state_dict().items() if prefix + name in state}
-            given = on_cpu({name: state[prefix + name] for name in own})
+            entries, start = layers.state_dict(), self._start
+            keys = {name: prefix + name[len(start) :] for name in entries if name.startswith(start)}
+            own = {name: entries[name] for name, key in keys.items() if key in state}
+            given = on_cpu({name: state[keys[name]] for name in own})
             remote.ask(StageCommands.place, Part(PartKind.STATE_DICT, self._number), given).wait()
             for name, here in own.items():
                 if isinstance(here, Tensor) and here.is_meta:
-                    state[prefix + name] = state[prefix + name].to("meta")
+                    state[keys[name]] = state[keys[name]].to("meta")
+
+
+def _names(layers: nn.Sequential, start: str) -> list[str]:
+    """Return the names of the layers whose names begin with ``start``, or of the layer with this name."""
+    return [name for name in layers._modules if f"{name}.".startswith(start)]

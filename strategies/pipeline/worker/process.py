@@ -46,7 +46,7 @@ def host(setup: StageSetup, carrier: Carrier, session: Session) -> Host[HostedSt
         transport = _transport(setup, group, session, activity)
         if setup.is_verified:
             transport = JournaledTransport(transport)
-        edges = Edges(rank, ranks_of(setup.placement), transport)
+        edges = Edges(rank, ranks_of(setup.placement), transport, firsts=setup.placement.firsts)
         orders = Receiver(group, session.size - 1, device=torch.device("cpu"), tag=ORDERS_TAG, timeout=NO_LIMIT)
         return HostedStage(setup, taken(carrier, activity, receive), edges, activity, orders)
 

@@ -51,7 +51,7 @@ def equal_one_process(names: Sequence[str], stages: Sequence[int], *schedules: S
             try:
                 with refusal if is_refused else nullcontext():
                     outcome = fit(partial(Trained, family.make), strategy, devices, **settings)
-                    assert strategy._division.path == path, f"pipelines {strategy._division.path}"
+                    assert strategy._division.where == path, f"pipelines {strategy._division.where}"
                     compare(outcome, single, family.tolerance)
             except BaseException as error:  # pytest's own included
                 wrong.append(f"{family.name}, {schedule}, {devices} stages: {type(error).__name__}: {error}")

@@ -120,7 +120,12 @@ class TwoStages:
         optimizers.connect(remotes, [[[0, 1, 2, 3]]])
         state = StateOfStages(self.model.layers, stages, remotes)
         self.pipeline: Any = SimpleNamespace(
-            remotes=remotes, stages=stages, optimizers=optimizers, state=state, wait=lambda: None
+            remotes=remotes,
+            stages=stages,
+            optimizers=optimizers,
+            states=[state],
+            module=self.model.layers,
+            wait=lambda: None,
         )
         self.states = StageStates(self.pipeline, self.model, "layers")
 
@@ -270,7 +275,7 @@ def test_what_does_not_fit_reaches_no_stage() -> None:
 
 def test_a_pipeline_that_has_ended_keeps_its_module() -> None:
     two = TwoStages()
-    pipelined, two.pipeline.state = two.model.layers, None
+    pipelined, two.pipeline.states = two.model.layers, []
     with two.states.whole_module():
         assert two.model.layers is pipelined
 

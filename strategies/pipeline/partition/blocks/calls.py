@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from strategies.common.stage_layers import dotted
 from strategies.common.torch_compat import num_changes, tree_flatten, tree_map
 from strategies.common.transformers_compat import Capture, capturing
 from strategies.pipeline.stage.layers import Before
@@ -113,18 +114,18 @@ def call_blocks(layers: nn.Sequential, value: Value, before: Before) -> Any:
             table[call.captured.number] = captured
         for slot, argument in call.fixed.items():
             if num_changes(table[slot]) != versions[slot]:
-                raise changed_argument(f"{plan.path}.{name}", argument, "tensor")
+                raise changed_argument(dotted(plan.path, name), argument, "tensor")
         for argument, leaf in objects_of(args, kwargs) if objects else ():
             if freeze(leaf) != objects[argument]:
-                raise changed_argument(f"{plan.path}.{name}", argument, type(leaf).__name__)
+                raise changed_argument(dotted(plan.path, name), argument, type(leaf).__name__)
         for argument, value in _containers(args, kwargs):
             (leaves, spec), (leaves_now, spec_now) = nested[argument], tree_flatten(value)
             if spec_now != spec or any(now is not leaf for now, leaf in zip(leaves_now, leaves, strict=True)):
-                raise changed_argument(f"{plan.path}.{name}", argument, type(value).__name__)
+                raise changed_argument(dotted(plan.path, name), argument, type(value).__name__)
         del args, kwargs
         if name == plan.last:
             return output, [table[slot] for slot in plan.returned]
-        _store(f"{plan.path}.{name}", call, output, table)
+        _store(dotted(plan.path, name), call, output, table)
         del output
         for slot in call.dropped:
             table[slot] = None

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies.common.patching import unchanged
+from strategies.common.stage_layers import dotted
 from strategies.common.torch_compat import CALL_ATTRIBUTE, tree_leaves, tree_map, tree_map_only
 from strategies.common.transformers_compat import collector_hidden
 from strategies.pipeline.partition.blocks.calls import changed_argument, objects_of
@@ -51,8 +52,8 @@ class ExpectedOutputs:
         first = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
         if first is None:
             raise RuntimeError(
-                f"block {self.path}.{name} got no floating-point tensor, so its output is not known before it runs; "
-                "pass the hidden state as its first argument"
+                f"block {dotted(self.path, name)} got no floating-point tensor, so its output is not known before it "
+                "runs; pass the hidden state as its first argument"
             )
         kinds = [(leaf.dim(), leaf.dtype) if isinstance(leaf, Tensor) else _constant(leaf) for leaf in leaves]
         nesting = [type(value) for value in args], *((argument, type(value)) for argument, value in kwargs.items())
@@ -66,7 +67,7 @@ class ExpectedOutputs:
             found = _on_meta(block, args, kwargs)
             for argument, leaf in objects_of(args, kwargs):
                 if freeze(leaf) != objects[argument]:  # the object now holds tensors without values
-                    raise changed_argument(f"{self.path}.{name}", argument, type(leaf).__name__)
+                    raise changed_argument(dotted(self.path, name), argument, type(leaf).__name__)
             given = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
             is_like_first = all((leaf.shape, leaf.dtype) == (first.shape, first.dtype) for leaf in given)
             # If two arguments have this shape and dtype, the output may follow either of them.

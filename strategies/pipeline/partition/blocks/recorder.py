@@ -7,18 +7,21 @@
 The model's code before, between and after the calls runs on the driver, unchanged.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+from strategies.common.joined_lists import JoinedLists, lengths_of, parts_of
 from strategies.common.patching import replaced, unchanged
+from strategies.common.stage_layers import dotted
 from strategies.common.torch_compat import (
     CALL_ATTRIBUTE,
     call_of_module,
@@ -26,6 +29,7 @@ from strategies.common.torch_compat import (
     tree_flatten,
     tree_leaves,
     tree_map,
+    tree_map_only,
     tree_unflatten,
 )
 from strategies.common.transformers_compat import collector_hidden
@@ -57,8 +61,8 @@ from strategies.pipeline.stage.microbatch.split import pack_objects, unpack_obje
 FindRows = Callable[[], list[bool] | None]
 """Returns for each entry of the table whether it has rows; ``None`` if the batch cannot be split."""
 
-Run = Callable[[Value, FindRows], tuple[Any, list[Any]]]
-"""Runs a value through all stages. Returns the output of the last block and the returned table entries."""
+Run = Callable[[Value, FindRows, int], tuple[Any, list[Any]]]
+"""Runs a value through all stages of a list. Returns the output of the last block and the returned table entries."""
 
 
 _MANY = 1000
@@ -86,12 +90,12 @@ class _OuterCall:
     Attributes:
         repeat: The function that a probe calls.
         arguments: Positional and keyword arguments.
-        has_run: Whether a pass of the blocks has run within the call. A probe would not reach the next pass.
+        ran: The number of the list of each pass of blocks that has run within the call.
     """
 
     repeat: Callable[..., Any]
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
-    has_run: bool = False
+    ran: list[int] = field(default_factory=list)
 
     def num_rows(self) -> int:
         """Return the number of rows of the tensors, or of tensors within objects; 0 if there are no rows."""
@@ -102,12 +106,12 @@ class DeferredBlocks:
     """Intercepts the calls of the blocks in an ``nn.ModuleList`` between :meth:`start` and :meth:`end`.
 
     Args:
-        blocks: The list.
+        blocks: The list, or several lists, each of which runs as a separate pass.
         run: Runs the recorded calls.
-        path: The dotted path of the list in ``model``.
+        path: The dotted path of the list in ``model``; empty for several lists.
         model: The whole model. The arguments of the modules that contain the list show how many rows a batch has. For
             blocks that are called elsewhere, the arguments of :meth:`step` show this.
-        order: The names of the blocks in the order in which the model calls them; by default the order of the list.
+        is_reversed: Whether the model calls the blocks of a list from the last to the first.
     """
 
     def __init__(
@@ -116,13 +120,19 @@ class DeferredBlocks:
         run: Run,
         path: str = "blocks",
         model: nn.Module | None = None,
-        order: Sequence[str] | None = None,
+        *,
+        is_reversed: bool = False,
     ) -> None:
         self._blocks, self._run, self.path, self._model = blocks, run, path, model
-        self._names = list(order or blocks._modules)
+        names, ends = list(blocks._modules), [0, *accumulate(lengths_of(blocks))]
+        self._lists = [names[start:stop][:: -1 if is_reversed else 1] for start, stop in pairwise(ends)]
+        """The names of the blocks of each list in the order in which the model calls them."""
+        self._list_of = {name: number for number, own in enumerate(self._lists) for name in own}
         self._expected = ExpectedOutputs(blocks, path)
         self._recording: RecordedCalls | None = None
-        self._is_probing = self._in_stage = False
+        self._in_stage = False
+        self._skipped: list[int] | None = None
+        """During a probe, the lists of the passes that it still has to skip."""
         self._outer_calls: list[_OuterCall] = []
         """Calls in progress of modules that contain the list, the outermost one first."""
         self._step: _OuterCall | None = None
@@ -160,7 +170,7 @@ class DeferredBlocks:
                 output = call_blocks(layers, value, before)
         finally:
             self._in_stage = False
-        if self._names[-1] not in layers._modules:
+        if not any(own[-1] in layers._modules for own in self._lists):
             return output
         trains = torch.is_grad_enabled() or is_checkpointing() or is_recomputing()
         if trains and (left_out := self._left_out.get(value[1])):  # the recomputation replaces the same tensors
@@ -171,8 +181,13 @@ class DeferredBlocks:
 
     def _containers(self) -> list[nn.Module]:
         """The modules that contain the list, outermost first."""
-        parts = self.path.split(".")[:-1]
-        found = [self._model.get_submodule(".".join(parts[:n])) for n in range(len(parts) + 1)] if self._model else []
+        if self._model is None:
+            return []
+        paths = [start[:-1] for start, _ in parts_of(self._blocks)] if isinstance(self._blocks, JoinedLists) else []
+        found: dict[nn.Module, None] = {}
+        for path in paths or [self.path]:
+            parts = path.split(".")[:-1]
+            found.update({self._model.get_submodule(".".join(parts[:n])): None for n in range(len(parts) + 1)})
         return [module for module in found if not isinstance(module, nn.ModuleList | nn.ModuleDict)]
 
     def _container_called(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -203,11 +218,12 @@ class DeferredBlocks:
         """Record a call of a block by the model, or run a call of a block by a stage."""
         if self._in_stage:
             return own(*args, **kwargs)
-        recording = self._recording
-        if recording is None or (recording.names[0] == name and not recording.made_any_of((args, kwargs))):
+        recording, number = self._recording, self._list_of[name]
+        names = self._lists[number]
+        if recording is None or (names[0] == name and not recording.made_any_of((args, kwargs))):
             if recording is not None:
-                recording.abandon(f"block {self.path}.{name} was called first for another pass")
-            recording = self._recording = RecordedCalls(self.path, self._names, self._blocks)
+                recording.abandon(f"block {dotted(self.path, name)} was called first for another pass")
+            recording = self._recording = RecordedCalls(self.path, names, self._blocks)
         try:
             if not recording.record(name, args, kwargs, self._expected.of):
                 return recording.last_output()
@@ -215,13 +231,13 @@ class DeferredBlocks:
             self._recording = None
             raise
         self._recording = None
-        if self._is_probing:
-            raise _ReachedLastBlock(recording)
+        if self._skipped is not None:
+            return self._skip(recording, number)
         self._parts, self._split = [], None
         value = recording.value()
-        output, returned = self._run(value, partial(self._find_rows, recording, value[1]))
+        output, returned = self._run(value, partial(self._find_rows, recording, value[1]), number)
         for call in self._calls_in_progress():
-            call.has_run = True
+            call.ran.append(number)
         recording.give_values(returned, [self._can_be_joined(slot, k) for k, slot in enumerate(recording.returned)])
         self._check_last_output(name)
         self._parts, self._split = [], None
@@ -229,10 +245,26 @@ class DeferredBlocks:
             output = tree_map(lambda leaf: self._not_joined(name) if leaf is _Left.OUT else leaf, output)
         return output
 
+    def _skip(self, recording: RecordedCalls, number: int) -> Any:
+        """During a probe, return zeros in place of the output of a pass that has run in the call that is repeated.
+
+        Raises:
+            _ReachedLastBlock: If this is the pass that the probe is for.
+        """
+        assert self._skipped is not None
+        if not self._skipped:
+            raise _ReachedLastBlock(recording)
+        if self._skipped.pop(0) != number:
+            raise RuntimeError("it calls the lists of blocks in another order")
+        device = recording.device
+        recording.give_zeros()
+        output, _ = self._expected.of(recording.names[-1], *recording.last_arguments)
+        return tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device=device), output)
+
     def _not_joined(self, name: str) -> DeferredOutput:
         """Return the replacement of a tensor without rows in the last block's output."""
         made = DeferredOutput(
-            torch.empty(0, device="meta"), self._device(), -1, f"an output of block {self.path}.{name}"
+            torch.empty(0, device="meta"), self._device(), -1, f"an output of block {dotted(self.path, name)}"
         )
         made.ended = NOT_JOINED
         return made
@@ -253,8 +285,8 @@ class DeferredBlocks:
         for (output, _), size in zip(self._parts, self._split.sizes(len(self._parts)), strict=True):
             if not isinstance(output, Tensor) or not output.dim() or len(output) != size:
                 raise RuntimeError(
-                    f"block {self.path}.{name} returned {type(output).__name__} {getattr(output, 'shape', '')} for a "
-                    f"micro-batch of {size} rows, so the outputs of the micro-batches cannot be joined. Use "
+                    f"block {dotted(self.path, name)} returned {type(output).__name__} {getattr(output, 'shape', '')} "
+                    f"for a micro-batch of {size} rows, so the outputs of the micro-batches cannot be joined. Use "
                     "schedule='1f1b'."
                 )
 
@@ -295,26 +327,26 @@ class DeferredBlocks:
     def _outer_call(self) -> tuple[_OuterCall | None, int]:
         """Return a call with rows and its number of rows: the call of the outermost module, or the training step.
 
-        Prefers a call in which no pass has run, because a probe stops at the first pass.
+        Prefers a call in which no pass has run, because a probe has to skip the passes that have run.
         """
         found: tuple[_OuterCall | None, int] = None, 0
         for call in self._calls_in_progress():
             if rows := call.num_rows():
-                if not call.has_run:
+                if not call.ran:
                     return call, rows
                 found = (call, rows) if found[0] is None else found
         return found
 
     def _evidence(self, recording: RecordedCalls, outer: _OuterCall, rows: int) -> tuple[Rows | None, str]:
         """Find out which values have rows by calls with half of the rows. Returns ``None`` and a reason if unclear."""
-        if outer.has_run:
+        if self._list_of[recording.names[0]] in outer.ran:
             return None, "the model has called the blocks before in the same call, with different kinds of arguments"
         arguments = pack_objects(outer.arguments)
         if (square := square_in(arguments, rows)) is not None:
             return None, f"the model got a tensor of shape {list(square.shape)}, which may have rows or positions"
         half, why = max(1, rows // 2), ""
         for part in (slice(0, half), slice(rows - half, rows)):
-            probe = self._probe(outer.repeat, with_rows(arguments, rows, part))
+            probe = self._probe(outer, with_rows(arguments, rows, part))
             if isinstance(probe, str):
                 why = why or f"the model fails when it is called with half of the rows ({probe})"
                 continue
@@ -335,37 +367,38 @@ class DeferredBlocks:
         for slot, has_rows in enumerate(found):
             if has_rows is None or (slot == recording.hidden_slot and not has_rows):
                 return None, f"it is not clear whether {recording.describe(slot)} has one row per sample"
-        last, last_of_probe = (self._expected.of(self._names[-1], *one.last_arguments) for one in (recording, probe))
+        name = recording.names[-1]
+        last, last_of_probe = (self._expected.of(name, *one.last_arguments) for one in (recording, probe))
         shapes, probe_shapes = ([t.shape for t in tensors_in(one[0])] for one in (last, last_of_probe))
         if len(shapes) != len(probe_shapes):
-            return None, f"the output of block {self.path}.{self._names[-1]} depends on the number of rows"
+            return None, f"the output of block {dotted(self.path, name)} depends on the number of rows"
         follow = [all_follow([one], [two], rows, probe_rows) for one, two in zip(shapes, probe_shapes, strict=True)]
         if not last[1] and not any(follow[:1]):
-            return None, f"the output of block {self.path}.{self._names[-1]} does not have one row per sample"
+            return None, f"the output of block {dotted(self.path, name)} does not have one row per sample"
         is_joined = {
             slot: all_follow([shape], [probe.shapes[slot]], rows, probe_rows)
             for slot, shape in recording.shapes.items()
         }
         return Rows([bool(has_rows) for has_rows in found], is_joined, None if last[1] else follow), ""
 
-    def _probe(self, repeat: Callable[..., Any], arguments: Any) -> "RecordedCalls | str":
-        """Return the recording of a call, or why the call fails."""
+    def _probe(self, outer: _OuterCall, arguments: Any) -> "RecordedCalls | str":
+        """Return the recording of a call, after the passes that have run in it; or why the call fails."""
         assert self._model is not None
         inside = set(self._blocks.modules())
         outside = [module for module in self._model.modules() if module not in inside]
         calls, step, random_state = self._outer_calls, self._step, ProcessRandomState()
-        self._outer_calls, self._step, self._is_probing = [], None, True
+        self._outer_calls, self._step, self._skipped = [], None, list(outer.ran)
         args, kwargs = unpack_objects(arguments)
         try:
             with torch.no_grad(), preserved_random_state(self._device()), unchanged(outside):
-                repeat(*args, **kwargs)
+                outer.repeat(*args, **kwargs)
         except _ReachedLastBlock as reached:
             return reached.recording
         except Exception as error:  # a model that cannot run with other shapes may raise any exception
             return f"{type(error).__name__}: {error}"
         finally:
             random_state.restore()
-            self._outer_calls, self._step, self._is_probing, self._recording = calls, step, False, None
+            self._outer_calls, self._step, self._skipped, self._recording = calls, step, None, None
         return "it does not call all blocks"
 
     def _device(self) -> torch.device:

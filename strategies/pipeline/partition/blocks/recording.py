@@ -12,6 +12,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+from strategies.common.stage_layers import dotted
 from strategies.common.torch_compat import num_changes, tree_flatten, tree_leaves, tree_unflatten
 from strategies.common.transformers_compat import active_collector, captures_in, collect
 from strategies.pipeline.partition.blocks.calls import BlockCall, Plan, TableEntry, Value
@@ -81,7 +82,7 @@ class RecordedCalls:
             RuntimeError: If this is not the next block in order, or an argument cannot be sent to another process.
         """
         self._check_order(name)
-        block = f"{self._path}.{name}"
+        block = dotted(self._path, name)
         self._check_settings(block)
         leaves, spec = tree_flatten((args, kwargs))
         arguments = _arguments_of(args, kwargs, len(leaves))
@@ -154,11 +155,11 @@ class RecordedCalls:
             leaves, spec = tree_flatten(call.arguments)
             others, other_spec = tree_flatten(other._calls[name].arguments)
             if spec != other_spec:
-                return f"an argument of block {self._path}.{name}"
+                return f"an argument of block {dotted(self._path, name)}"
             arguments = _arguments_of(*call.arguments, len(leaves))
             for argument, one, two in zip(arguments, leaves, others, strict=True):
                 if type(one) is not type(two) or (isinstance(one, _PLAIN) and one != two and one == one):
-                    return f"argument {argument!r} of block {self._path}.{name}"
+                    return f"argument {argument!r} of block {dotted(self._path, name)}"
         return None
 
     def _capture(self, name: str, args: tuple[Any, ...]) -> dict[str, Any]:
@@ -192,16 +193,16 @@ class RecordedCalls:
             return
         if not self._calls and name == self.names[-1]:
             raise RuntimeError(
-                f"the model calls block {self._path}.{name} first and so runs its blocks in the reverse order of the "
-                "stages. Set `self.example_input_array` on the LightningModule, so that the order is known "
-                "before the blocks are sent to their processes."
+                f"the model calls block {dotted(self._path, name)} first and so runs its blocks in the reverse order "
+                "of the stages. Set `self.example_input_array` on the LightningModule, so that the order is known "
+                "before the blocks are sent to their processes, and name this list alone by module=..."
             )
         called = ", ".join(self._calls) or "none"
         what = "a second time" if name in self._calls else f"before block {expected}"
         raise RuntimeError(
-            f"the model calls block {self._path}.{name} {what} (called so far: {called}); a pipeline runs the blocks "
-            f"{self.names[0]} to {self.names[-1]} once each, in this order. Switch off what skips or repeats blocks, "
-            "such as layerdrop, or name another list of blocks by module=..."
+            f"the model calls block {dotted(self._path, name)} {what} (called so far: {called}); a pipeline runs the "
+            f"blocks {self.names[0]} to {self.names[-1]} once each, in this order. Switch off what skips or repeats "
+            "blocks, such as layerdrop, or name another list of blocks by module=..."
         )
 
     def _check_settings(self, block: str) -> None:
@@ -213,10 +214,21 @@ class RecordedCalls:
         if settings != self._settings:
             what = "grad mode" if settings[0] != self._settings[0] else "autocast or other setting"
             raise RuntimeError(
-                f"block {block} is called under a different {what} than block {self._path}.{self.names[0]}; all blocks "
-                "of a pass run under the same settings. Freeze blocks by requires_grad_(False) instead of no_grad, and "
-                "enter other settings within the block."
+                f"block {block} is called under a different {what} than block {dotted(self._path, self.names[0])}; "
+                "all blocks of a pass run under the same settings. Freeze blocks by requires_grad_(False) instead of "
+                "no_grad, and enter other settings within the block."
             )
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the tensors that the model passes to blocks."""
+        return next((leaf.device for leaf in self.table if isinstance(leaf, Tensor)), torch.device("cpu"))
+
+    def give_zeros(self) -> None:
+        """Set the deferred outputs of blocks that do not run to zeros."""
+        for made in self._outputs:
+            if (deferred := made()) is not None:
+                deferred.value = torch.zeros(self.shapes[deferred.slot], dtype=deferred.dtype, device=self.device)
 
     def _device_type(self) -> str:
         return next((leaf.device.type for leaf in self.table if isinstance(leaf, Tensor)), "cpu")
@@ -288,8 +300,9 @@ class RecordedCalls:
             captured, is_of_batch = values[slot]
             if not is_of_batch:
                 raise RuntimeError(
-                    f"the {' and '.join(captured)} of the blocks in {self._path} do not have one row per sample, so "
-                    "their values for the micro-batches cannot be joined. Use schedule='1f1b'."
+                    f"the {' and '.join(captured)} of the blocks {dotted(self._path, self.names[0])} to "
+                    f"{self.names[-1]} do not have one row per sample, so their values for the micro-batches "
+                    "cannot be joined. Use schedule='1f1b'."
                 )
             collect(collector, captured)
         for made in self._outputs:

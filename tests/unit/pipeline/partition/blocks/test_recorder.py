@@ -55,7 +55,7 @@ def deferred(model: Loop, balance: list[int]) -> Iterator[list[list[Any]]]:
     """Run the calls of the blocks through stages in this process; yields the tables that enter the stages."""
     tables: list[list[Any]] = []
 
-    def run(value: Any, find_rows: Any) -> Any:
+    def run(value: Any, find_rows: Any, list_number: int) -> Any:
         for stage in cut(model.blocks, balance):
             tables.append(value[0])
             value = blocks.call(stage, value, lambda place, given: None)
@@ -413,7 +413,7 @@ class Heads(nn.Module):
 def test_which_arguments_have_rows(other: Callable[[Tensor], Tensor], expected: Any) -> None:
     found: list[Any] = []
 
-    def run(value: Any, find_rows: Any) -> Any:
+    def run(value: Any, find_rows: Any, list_number: int) -> Any:
         found.append(find_rows())
         return blocks.call(cut(model.blocks, [2])[0], value, lambda place, given: None)
 
@@ -450,7 +450,7 @@ def split_in_two(model: Loop) -> Iterator[list[Any]]:
     """Run the blocks of ``model`` on two micro-batches where the rows are clear; yields what was found of each pass."""
     found: list[Any] = []
 
-    def run(value: Any, find_rows: Any) -> Any:
+    def run(value: Any, find_rows: Any, list_number: int) -> Any:
         rows = find_rows()
         found.append(rows)
         table, plan = value
@@ -652,7 +652,7 @@ def test_an_object_in_an_output_is_refused() -> None:
 def stepping(model: nn.Module, blocks: nn.ModuleList, step: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
     """Yields a function that runs a step of the training; what was found to have rows is noted in ``model.found``."""
 
-    def run(value: Any, find_rows: Any) -> Any:
+    def run(value: Any, find_rows: Any, list_number: int) -> Any:
         model.found.append(find_rows())
         return deferring.call(cut(blocks, [len(blocks)])[0], value, lambda place, given: None)
 

@@ -1,0 +1,98 @@
+"""Find several ``nn.Sequential`` that a model calls one after another, so that they can count as one list of layers.
+
+x = self.layer1(x)       layer1 ─▶ layer2: one list            (ResNet)
+x = self.layer2(x)
+x = self.pool(x)         layer2 ─▶ pool ─▶ head: one list, with the layer in between
+x = self.head(x)
+x = x.flatten(1)         an operation of the model's own code ends the list
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import fx, nn
+
+from strategies.common.patching import unchanged
+
+
+def chains_of(model: nn.Module, paths: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return the modules at some paths in groups that the model calls one after another, in the order of ``paths``.
+
+    The code of the modules that contain them is traced by ``torch.fx``. If it cannot be traced, such as code that
+    depends on values, each module is a group.
+
+    Args:
+        model: The model.
+        paths: The paths of the modules.
+
+    Returns:
+        For each group, the paths of its modules and of single layers between them, in the order of their calls.
+    """
+    apart: list[tuple[str, ...]] = [(path,) for path in paths]
+    if len(paths) < 2:
+        return apart
+    around = _common(paths)
+    outer, start = model.get_submodule(around), f"{around}." if around else ""
+    own = {path[len(start) :]: path for path in paths}
+    traced = {outer.get_submodule(".".join(name.split(".")[:n])) for name in own for n in range(name.count(".") + 1)}
+    try:
+        with unchanged(model.modules()):
+            graph = _Tracer(traced).trace(outer)
+    except Exception:  # code of the user, which may not be made for tracing
+        return apart
+    chains = {chain[0]: tuple(start + name for name in chain) for chain in _chains(graph, set(own))}
+    joined = {name for chain in chains.values() for name in chain[1:]}
+    return [chains.get(name, (path,)) for name, path in own.items() if path not in joined]
+
+
+def _common(paths: Sequence[str]) -> str:
+    """Return the path of the innermost module that contains the modules at all paths."""
+    parts = [path.split(".")[:-1] for path in paths]
+    shared = []
+    for names in zip(*parts, strict=False):
+        if len(set(names)) > 1:
+            break
+        shared.append(names[0])
+    return ".".join(shared)
+
+
+class _Tracer(fx.Tracer):
+    """Traces the code of some modules, and records calls of all other modules.
+
+    Args:
+        traced: The modules.
+    """
+
+    def __init__(self, traced: set[nn.Module]) -> None:
+        super().__init__()
+        self._traced = traced
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Return whether a call of a module is recorded."""
+        return m not in self._traced
+
+
+def _chains(graph: fx.Graph, names: set[str]) -> Iterator[list[str]]:
+    """Yield the names of modules that are called one after another."""
+    called = Counter(node.target for node in graph.nodes if node.op == "call_module")
+    reached = set[Any]()
+    for node in graph.nodes:
+        if node.op != "call_module" or node.target not in names or node.target in reached or called[node.target] > 1:
+            continue
+        chain, between, last = [str(node.target)], list[str](), node
+        while (following := _next(last)) is not None and called[following.target] == 1:
+            last = following
+            between.append(str(last.target))
+            if last.target in names:
+                chain, between = chain + between, []
+        reached.update(chain)
+        yield chain
+
+
+def _next(node: fx.Node) -> fx.Node | None:
+    """Return the call of a module that gets the result of ``node`` as its only argument, and alone."""
+    users = list(node.users)
+    if len(users) != 1 or users[0].op != "call_module" or users[0].kwargs or users[0].args != (node,):
+        return None
+    return users[0]

@@ -1,0 +1,476 @@
+"""Models with several lists of layers, which run one after another over the same stages: equal to one process."""
+
+import copy
+import os
+import re
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import OWN_SERVER, run
+from model_families import FAMILIES, SIZES, Trained, workers_import_transformers
+from parity import Outcome, compare, fit, one_device
+from pytorch_lightning import Callback, LightningModule
+from pytorch_lightning.callbacks import StochasticWeightAveraging
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+
+from strategies import RPCSequentialStrategy
+from trainer import PipelineMonitor
+
+WIDTH, WORDS = 8, 11
+
+
+class Attention(nn.Module):
+    """One block: attention to ``memory``, or to its own input, and a feed-forward part with dropout."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        self.feed_forward = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU())
+        self.back = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor, mask: Tensor, memory: Tensor | None = None) -> Tensor:
+        source = x if memory is None else memory
+        scores = self.query(x) @ self.key(source).mT / 3
+        x = x + scores.masked_fill(~mask[:, None, :], -1e9).softmax(-1) @ self.value(source)
+        return x + self.back(self.feed_forward(x))
+
+
+class Side(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(Attention() for _ in range(layers))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, tokens: Tensor, mask: Tensor, memory: Tensor | None = None) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x, mask, memory)
+        return self.norm(x)
+
+
+class Translator(LightningModule):
+    """An encoder, and a decoder whose blocks all read the output of the encoder."""
+
+    lists = ("encoder.layers", "decoder.layers")
+
+    def __init__(self, layers: Sequence[int] = (3, 4)) -> None:
+        super().__init__()
+        self.encoder, self.decoder = (Side(number) for number in layers)
+        self.head = nn.Linear(WIDTH, WORDS)
+        self.losses: list[float] = []
+
+    def forward(self, tokens: Tensor, mask: Tensor, target: Tensor) -> Tensor:
+        memory = self.encoder(tokens, mask)
+        return self.head(self.decoder(target, mask, memory) + memory)
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        loss = cross_entropy(self(*batch[:3]).flatten(0, 1), batch[3].flatten())
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", cross_entropy(self(*batch[:3]).flatten(0, 1), batch[3].flatten()), batch_size=len(batch))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def texts(sizes: Sequence[tuple[int, int]] = ((8, 6), (7, 5), (5, 6))) -> DataLoader:
+    """Batches of the given numbers of rows and lengths."""
+    draw = torch.Generator().manual_seed(0)
+    made = []
+    for rows, length in sizes:
+        tokens, target, labels = (torch.randint(WORDS, (rows, length), generator=draw) for _ in range(3))
+        mask = torch.arange(length) < torch.randint(2, length + 1, (rows, 1), generator=draw)
+        made.append([tokens, mask, target, labels])
+    return DataLoader(made, batch_size=None)
+
+
+SETTINGS: dict[str, Any] = {"train": texts, "val": texts, "max_epochs": 2}
+
+
+def trained(make: Callable[[], Any], devices: int, **options: Any) -> Outcome:
+    options = {"module": list(make().lists), "microbatches": 3, "balance": "even", **options}
+    return fit(make, RPCSequentialStrategy(**options), devices, **SETTINGS)
+
+
+@pytest.mark.timeout(300)
+def test_an_encoder_and_a_decoder() -> None:
+    run(encoder_and_decoder, timeout_seconds=280)
+
+
+def encoder_and_decoder() -> None:
+    single = fit(Translator, one_device(), 1, **SETTINGS)
+    for devices in (2, 3):
+        compare(trained(Translator, devices), single)
+
+
+class Bottleneck(nn.Module):
+    """A convolutional block of a ResNet, without running statistics."""
+
+    def __init__(self, inside: int, outside: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(inside, outside, 3, stride, 1), nn.GroupNorm(2, outside)
+        self.conv2, self.norm2 = nn.Conv2d(outside, outside, 3, 1, 1), nn.GroupNorm(2, outside)
+        self.relu = nn.ReLU(inplace=True)
+        self.down = nn.Sequential(nn.Conv2d(inside, outside, 1, stride)) if inside != outside else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm2(self.conv2(self.relu(self.norm1(self.conv1(x)))))
+        y += x if self.down is None else self.down(x)
+        return self.relu(y)
+
+
+class ResNet(nn.Module):
+    """Four ``nn.Sequential`` in a row, as in torchvision and timm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 4, 3)
+        self.layer1 = nn.Sequential(Bottleneck(4, 4), Bottleneck(4, 4))
+        self.layer2 = nn.Sequential(Bottleneck(4, 6, 2), Bottleneck(6, 6))
+        self.layer3 = nn.Sequential(Bottleneck(6, 8, 2))
+        self.layer4 = nn.Sequential(Bottleneck(8, 8))
+        self.avgpool, self.fc = nn.AdaptiveAvgPool2d(1), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.conv1(x))
+        x = self.layer1(x)
+        x = self.layer2(x)
+        x = self.layer3(x)
+        x = self.layer4(x)
+        return self.fc(torch.flatten(self.avgpool(x), 1))
+
+
+class VGG(nn.Module):
+    """``features`` and ``classifier``, with an operation in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(True), nn.MaxPool2d(2), nn.Conv2d(4, 6, 3), nn.ReLU())
+        self.avgpool = nn.AdaptiveAvgPool2d(2)
+        self.classifier = nn.Sequential(nn.Linear(24, 8), nn.ReLU(True), nn.Dropout(0.0), nn.Linear(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(torch.flatten(self.avgpool(self.features(x)), 1))
+
+
+class ConvNeXt(nn.Module):
+    """``features`` and ``classifier``, with a layer in between; ``features`` has ``nn.Sequential`` of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        stages = [nn.Sequential(Bottleneck(a, b), Bottleneck(b, b)) for a, b in ((4, 4), (4, 6))]
+        self.features = nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 2, 2), nn.GroupNorm(1, 4)), *stages)
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.classifier = nn.Sequential(nn.GroupNorm(1, 6), nn.Flatten(1), nn.Linear(6, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(self.avgpool(self.features(x)))
+
+
+class Stage(nn.Module):
+    """A stage of a Swin transformer of timm: a list of blocks inside a layer of an ``nn.Sequential``."""
+
+    def __init__(self, width: int, outside: int) -> None:
+        super().__init__()
+        self.downsample = nn.Linear(width, outside)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(outside), nn.Linear(outside, outside)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.downsample(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+class Swin(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch, self.layers = nn.Conv2d(3, 4, 2, 2), nn.Sequential(Stage(4, 4), Stage(4, 6), Stage(6, 8))
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.layers(self.patch(x).flatten(2).mT)).mean(1))
+
+
+class Classified(LightningModule):
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.net = make()
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        return cross_entropy(self.net(batch[0]), batch[1])
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(outputs["loss"].item())
+
+    def validation_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", cross_entropy(self.net(batch[0]), batch[1]), batch_size=len(batch[0]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def images() -> DataLoader:
+    draw = torch.Generator().manual_seed(0)
+    made = [(torch.randn(n, 3, 12, 12, generator=draw), torch.randint(4, (n,), generator=draw)) for n in (6, 6, 5)]
+    return DataLoader(made, batch_size=None)
+
+
+FOUND: dict[Callable[[], nn.Module], Any] = {
+    ResNet: (tuple(f"net.layer{number}" for number in (1, 2, 3, 4)),),
+    VGG: (("net.features",), ("net.classifier",)),
+    ConvNeXt: (("net.features", "net.avgpool", "net.classifier"),),
+    Swin: "net.layers",
+}
+"""What ``strategy="rpc_sequential"`` alone pipelines of each model."""
+
+
+def found_lists(names: Sequence[str], schedule: str, stages: Sequence[int]) -> None:
+    settings: dict[str, Any] = {"train": images, "val": images, "max_epochs": 1}
+    for make, found in FOUND.items():
+        if make.__name__ in names:
+            single = fit(partial(Classified, make), one_device(), 1, **settings)
+            for devices in stages:
+                strategy = RPCSequentialStrategy(schedule=schedule, microbatches=3, balance="even")
+                compare(fit(partial(Classified, make), strategy, devices, **settings), single)
+                assert strategy._division.where == found, strategy._division.where
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_sequences_in_a_row_are_one_list() -> None:
+    run(found_lists, [make.__name__ for make in FOUND], "gpipe", (2, 3), timeout_seconds=280)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_sequences_in_a_row_under_1f1b() -> None:
+    run(found_lists, ["ResNet", "ConvNeXt"], "1f1b", (3,), timeout_seconds=280)
+
+
+class Tied(Translator):
+    """A weight that both lists use, on different stages, and frozen blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder.layers[-1].query.weight = self.encoder.layers[0].query.weight
+        self.encoder.layers[1].requires_grad_(False)
+
+
+class Uses(Translator):
+    """Reads and loads the weights of one side, in the middle of training; kills a worker; moves layers."""
+
+    kills = moves = False
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx != 1:
+            return
+        decoder = {name: 2 * value for name, value in self.decoder.state_dict().items()}
+        self.encoder.layers[2].load_state_dict({n: 2 * v for n, v in self.encoder.layers[2].state_dict().items()})
+        self.decoder.load_state_dict(decoder)
+        strategy = self.trainer.strategy
+        if isinstance(strategy, RPCSequentialStrategy) and self.kills and self.current_epoch == 0:
+            found = re.search(r"process (\d+)", strategy.pipeline.remotes[0].process.description)
+            assert found is not None
+            os.kill(int(found[1]), signal.SIGKILL)
+        if isinstance(strategy, RPCSequentialStrategy) and self.moves and self.current_epoch == 0:
+            strategy.rebalance([1, 2, 3, 1])
+
+
+class Killed(Uses):
+    kills = True
+
+
+class Moved(Uses):
+    moves = True
+
+
+def weights_of_one_side() -> None:
+    single = fit(Uses, one_device(), 1, **SETTINGS)
+    compare(trained(Uses, 2), single)
+    compare(trained(Moved, 2), single)
+
+
+def a_lost_worker() -> None:
+    compare(trained(Killed, 2, max_restarts=1), fit(Uses, one_device(), 1, **SETTINGS))
+
+
+def tied_weights() -> None:
+    single = fit(Tied, one_device(), 1, **SETTINGS)
+    compare(trained(Tied, 2), single)
+    compare(trained(Tied, 3, checkpoint="never"), single)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_weights_that_both_lists_use() -> None:
+    run(tied_weights, timeout_seconds=280)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_weights_of_one_side_and_moved_layers() -> None:
+    run(weights_of_one_side, timeout_seconds=280)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_lost_worker() -> None:
+    run(a_lost_worker, timeout_seconds=280)
+
+
+def checkpoints(folder: str) -> None:
+    """Stops after an epoch and resumes, as one process and as a pipeline, with both forms of checkpoint."""
+    whole = fit(Translator, one_device(), 1, **SETTINGS)
+    for kind in ("full", "sharded"):
+        path = f"{folder}/{kind}.ckpt"
+        options: dict[str, Any] = {"balance": "even", "microbatches": 3, "state_dict_type": kind}
+        first = RPCSequentialStrategy(module=list(Translator.lists), **options)
+        fit(Translator, first, 2, **{**SETTINGS, "max_epochs": 1}, callbacks=[Saves(path)])
+        second = RPCSequentialStrategy(module=list(Translator.lists), **options)
+        resumed = fit(Translator, second, 3, **SETTINGS, ckpt_path=path)
+        compare(replace(resumed, losses=whole.losses), whole)
+        if kind == "full":
+            single = fit(Translator, one_device(), 1, **SETTINGS, ckpt_path=path)
+            compare(replace(single, losses=whole.losses), whole)
+            assert list(torch.load(path, weights_only=False)["state_dict"]) == list(whole.parameters)
+
+
+class Saves(Callback):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        trainer.save_checkpoint(self.path)
+        if trainer.strategy._state_dict_type == "full":
+            trainer.strategy.rpc_save_model(trainer, self.pickled, self.path + ".pickled")
+
+    @staticmethod
+    def pickled(trainer: Any, path: Any) -> None:
+        whole = copy.deepcopy(trainer.lightning_module.decoder)
+        assert all(not p.is_meta for p in whole.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_checkpoints(tmp_path: Path) -> None:
+    run(checkpoints, str(tmp_path), timeout_seconds=280)
+
+
+def both_halves(names: Sequence[str]) -> list[str]:
+    workers_import_transformers()
+    wrong: list[str] = []
+    for family in FAMILIES:
+        if family.name.removesuffix(" encoder") not in names or not family.name.endswith("encoder"):
+            continue
+        other = family.path.replace("encoder", "decoder")
+        settings: dict[str, Any] = {"train": partial(loader, family), "val": partial(loader, family), "max_epochs": 1}
+        try:
+            single = fit(partial(Trained, family.make), one_device(), 1, **settings)
+            strategy = RPCSequentialStrategy(microbatches=3, balance="even")
+            compare(fit(partial(Trained, family.make), strategy, 2, **settings), single, family.tolerance)
+            assert strategy._division.where == ((f"model.{family.path}",), (f"model.{other}",))
+        except BaseException as error:  # pytest's own included
+            wrong.append(f"{family.name}: {type(error).__name__}: {error}")
+    return wrong
+
+
+def loader(family: Any) -> DataLoader:
+    return DataLoader([family.batch(rows, length) for rows, length in SIZES], batch_size=None)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_both_halves_of_models_of_transformers() -> None:
+    names = ("T5", "BART", "Marian", "Whisper")
+    assert run(both_halves, names, env=OWN_SERVER, timeout_seconds=280) == []
+
+
+def refused() -> dict[str, str]:
+    """Returns the message of each refusal."""
+    found = {}
+    for name, (options, arguments) in REFUSED.items():
+        strategy = RPCSequentialStrategy(module=list(Translator.lists), **options)
+        try:
+            fit(Translator, strategy, 2, **SETTINGS, **arguments())
+        except Exception as error:
+            found[name] = str(error)
+    return found
+
+
+REFUSED: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
+    "1f1b": ({"schedule": "1f1b"}, dict),
+    "interleaved": ({"schedule": "interleaved"}, dict),
+    "auto": ({"schedule": "auto"}, dict),
+    "moves by itself": ({"rebalance": "auto", "balance": "even"}, dict),
+    "averages": (
+        {"balance": "even"},
+        lambda: {"callbacks": [StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)]},
+    ),
+    "balance": ({"balance": [2, 2, 2, 1]}, dict),
+}
+
+MESSAGES = {
+    "1f1b": "schedule='1f1b' runs training_step once per micro-batch, with one list of layers, but 2 lists",
+    "interleaved": "schedule='interleaved' runs training_step once per micro-batch",
+    "auto": "schedule='auto' runs training_step once per micro-batch",
+    "moves by itself": "rebalance='auto' is for one list of layers, but several are pipelined",
+    "averages": "one nn.Sequential or nn.ModuleList, but 'encoder.layers' and 'decoder.layers' are pipelined together",
+    "balance": r"The provided balance \[2, 2, 2, 1\] has \[2, 2\] for list 0 of 2, which has 3 layers",
+}
+
+
+def test_what_is_refused_is_named() -> None:
+    found = run(refused)
+    for name, message in MESSAGES.items():
+        assert re.search(message, found.get(name, "not refused")), (name, found.get(name))
+
+
+def measured(balance: str) -> None:
+    compare(trained(Shown, 2, balance=balance), fit(Shown, one_device(), 1, **SETTINGS))
+
+
+class Shown(Translator):
+    def __init__(self) -> None:
+        super().__init__()
+        tokens = torch.zeros(4, 6, dtype=torch.long)
+        self.example_input_array = tokens, tokens == 0, tokens
+
+
+def test_a_measured_balance() -> None:
+    run(measured, "by_size")
+
+
+class Squares(Translator):
+    """Adds the squares of the weights of both lists to the loss, which the driver computes with values of stages."""
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        parts = self.encoder.layers[0].query, self.decoder.layers[0].query
+        return loss + 0.01 * torch.stack([part.weight.square().sum() for part in parts]).sum()
+
+
+def monitored(folder: str) -> None:
+    monitor = PipelineMonitor(every_n_steps=1, trace_steps=[1], dirpath=folder)
+    strategy = RPCSequentialStrategy(module=list(Translator.lists), balance="even", microbatches=3)
+    compare(fit(Squares, strategy, 2, **SETTINGS, callbacks=[monitor]), fit(Squares, one_device(), 1, **SETTINGS))
+    files = {path.name for path in Path(folder).rglob("*")}
+    assert "step-1.trace.json" in files and "events.jsonl" in files and not any(name.endswith("svg") for name in files)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_monitor_and_weights_of_stages_in_the_loss(tmp_path: Path) -> None:
+    run(monitored, str(tmp_path), timeout_seconds=280)

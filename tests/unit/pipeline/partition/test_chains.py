@@ -1,0 +1,44 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from strategies.pipeline.partition.chains import chains_of
+
+
+class Net(nn.Module):
+    def __init__(self, code: Callable[["Net", Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(3))
+        self.pool, self.code = nn.Identity(), code
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.code(self, x)
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (lambda net, x: net.third(net.second(net.first(x))), [("first", "second", "third")]),
+        (lambda net, x: net.second(net.pool(net.first(x))), [("first", "pool", "second"), ("third",)]),
+        (lambda net, x: net.pool(net.second(net.first(x))), [("first", "second"), ("third",)]),
+        (lambda net, x: net.third(torch.relu(net.second(net.first(x)))), [("first", "second"), ("third",)]),
+        (lambda net, x: net.first(x) + net.second(net.first(x)), [("first",), ("second",), ("third",)]),
+        (lambda net, x: net.second(y := net.first(x)) + y, [("first",), ("second",), ("third",)]),
+        (lambda net, x: net.first(net.third(net.second(x))), [("second", "third", "first")]),
+        (lambda net, x: net.second(net.first(x)) if x.sum() > 0 else x, [("first",), ("second",), ("third",)]),
+    ],
+)
+def test_what_is_called_one_after_another(
+    code: Callable[[Net, Tensor], Tensor], expected: list[tuple[str, ...]]
+) -> None:
+    whole = nn.ModuleDict({"net": Net(code)})
+    paths = [f"net.{name}" for name in ("first", "second", "third")]
+    assert chains_of(whole, paths) == [tuple(f"net.{name}" for name in chain) for chain in expected]
+    assert chains_of(whole, paths[:1]) == [("net.first",)]
+
+
+def test_parts_of_different_modules() -> None:
+    whole = nn.Sequential(Net(lambda net, x: net.first(x)), Net(lambda net, x: net.second(x)))
+    assert chains_of(whole, ["0.first", "1.second"]) == [("0.first", "1.second")]
