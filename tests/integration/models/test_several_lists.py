@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from strategies import RPCSequentialStrategy
+from strategies import Recovery, RPCSequentialStrategy
 from trainer import PipelineMonitor
 
 WIDTH, WORDS = 8, 11
@@ -304,7 +304,7 @@ def weights_of_one_side() -> None:
 
 
 def a_lost_worker() -> None:
-    compare(trained(Killed, 2, max_restarts=1), fit(Uses, one_device(), 1, **SETTINGS))
+    compare(trained(Killed, 2, recovery=Recovery(1)), fit(Uses, one_device(), 1, **SETTINGS))
 
 
 def tied_weights() -> None:
