@@ -255,8 +255,7 @@ class StrategyPlugin(Strategy):
         if hasattr(self, "num_nodes"):  # the strategy has several processes
             environment = on_loopback(ranks.cluster_environment, ranks.num_nodes, start_method)
             ranks.cluster_environment = environment
-            is_lightnings = environment is None or isinstance(environment, LightningEnvironment)
-            if environment is not None and not is_lightnings and is_external(environment):
+            if not isinstance(environment, LightningEnvironment | None) and is_external(environment):
                 check_num_processes(environment, len(ranks.parallel_devices), ranks.num_nodes)
         super()._configure_launcher()
         self._launcher = in_place_of(self._launcher)
