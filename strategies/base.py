@@ -253,11 +253,10 @@ class StrategyPlugin(Strategy):
         ranks, start_method = cast(Any, self), start_method_of(self)
         check_backend(given_backend_of(self))
         if hasattr(self, "num_nodes"):  # the strategy has several processes
-            environment = on_loopback(ranks.cluster_environment, ranks.num_nodes, start_method)
-            ranks.cluster_environment = environment
-            is_lightnings = environment is None or isinstance(environment, LightningEnvironment)
-            if environment is not None and not is_lightnings and is_external(environment):
-                check_num_processes(environment, len(ranks.parallel_devices), ranks.num_nodes)
+            ranks.cluster_environment = on_loopback(ranks.cluster_environment, ranks.num_nodes, start_method)
+            is_lightnings = isinstance(ranks.cluster_environment, LightningEnvironment | None)
+            if self._rpc_timeout_sec is not None and not is_lightnings and is_external(ranks.cluster_environment):
+                check_num_processes(ranks.cluster_environment, len(ranks.parallel_devices), ranks.num_nodes)
         super()._configure_launcher()
         self._launcher = in_place_of(self._launcher)
 

@@ -54,8 +54,8 @@ _SKEW_SECONDS = 3.0
 _MOST_PROBES = 100
 """Maximum number of probes without an answer; the kernel allows 127."""
 
-_SILENT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ECONNRESET}
-"""How a connection ends without the end of the other process. A host that was restarted resets it."""
+_SILENT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH}
+"""How the kernel reports a connection without answers. A process that ends closes or resets its connections."""
 
 
 class HostLinks:

@@ -1,6 +1,7 @@
 """Connections to other hosts: what the kernel probes, and what counts as the loss of a host. See also test_hosts.py."""
 
 import errno
+import json
 import socket
 import threading
 import time
@@ -156,3 +157,17 @@ def test_other_errors_stay(error: Exception) -> None:
 )
 def test_ranks_in_words(ranks: list[int], words: str) -> None:
     assert ranks_in_words(ranks) == words
+
+
+@pytest.mark.usefixtures("own_addresses")
+def test_a_rank_that_ends_before_it_accepts_is_not_lost() -> None:
+    """The kernel resets the connection, with the token unread."""
+    store = dist.HashStore()
+    store.set("run/host/1", json.dumps(["b", "127.0.0.2"]))
+    with socket.create_server(("127.0.0.2", 0)) as never_accepts:
+        store.set("run/port/1", f"{never_accepts.getsockname()[1]} {'0' * 16}")
+        links = HostLinks(lambda: store, "run", 0, 2, "127.0.0.1", 60.0)
+        wait_until(lambda: links.is_connected)
+    time.sleep(0.3)
+    links.end()
+    assert HostLinks.lost is None
