@@ -253,6 +253,7 @@ ELSEWHERE: dict[str, list[str]] = {
         "integration/trainer/test_verify.py",
     ],
     "trainer/verification/blocks.py": ["unit/trainer/verification/test_verify_settings.py"],
+    "trainer/verification/launched_ranks.py": ["integration/trainer/test_verify.py"],
     "trainer/verification/process.py": [
         "unit/trainer/verification/test_certificate.py",
         "integration/trainer/test_verify.py",
