@@ -378,6 +378,7 @@ def main(folder: Path, names: Sequence[str]) -> None:
     sys.path[:] = pickle.loads((folder / _PATHS).read_bytes())
     _watch_starter()
     warnings.filterwarnings("ignore")
+    is_random = False
     for name in names:
         try:
             execution: Execution = pickle.loads(_file(folder, name, "execution").read_bytes())
@@ -389,8 +390,11 @@ def main(folder: Path, names: Sequence[str]) -> None:
                 partial.write_bytes(cloudpickle.dumps(draw_batches(trainer, job)))
                 partial.replace(folder / _BATCHES)
             drawn: DrawnBatches = pickle.loads((folder / _BATCHES).read_bytes())
+            if is_random and execution.microbatches is not None and not execution.drops_nothing:
+                continue  # masks of micro-batches are different ones
             record = run_execution(folder, prepared_job(folder, execution), execution, drawn)
             rank = int(os.environ.get("LOCAL_RANK", 0)) if execution.strategy is not None else 0
+            is_random = is_random or (execution.strategy is None and record.is_random)
             torch.save(record, folder / f"{_stem(name)}.{rank}.record")
         except Exception as error:
             if int(os.environ.get("LOCAL_RANK", 0)) == 0:

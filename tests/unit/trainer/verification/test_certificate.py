@@ -90,6 +90,10 @@ def test_a_planted_fault_is_found_and_attributed(name: str, folder: Path) -> Non
     assert found.origin.advice
 
 
+def test_there_are_forty_faults() -> None:
+    assert len(FAULTS) == 40
+
+
 @pytest.mark.parametrize("optimizer", ["AdamW", pytest.param("SGD", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("extra", ["none", "dropout", "batch norm", "counting", "numpy"])
 def test_the_same_run_is_equal(extra: str, optimizer: str, folder: Path) -> None:
