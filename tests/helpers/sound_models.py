@@ -192,7 +192,9 @@ SOUND: dict[str, Sound] = {
     "convolutions": Sound(partial(Layers, convolutions), options=_PARTS),
     "recurrent": Sound(partial(Layers, lambda: [Recurrent(), nn.Tanh(), nn.Linear(WIDTH, 2)]), options=_PARTS),
     "two streams": Sound(partial(Layers, lambda: [Twice(), Twice(), Joined()])),
-    "tied, mean over tokens": Sound(Text, text, {**_PARTS, "loss_weight": "tokens"}, {"accumulate_grad_batches": 2}),
+    "tied, mean over tokens": Sound(
+        Text, text, {**_PARTS, "loss_weight": "tokens"}, {"accumulate_grad_batches": 2}, False
+    ),
     "clipped": Sound(Layers, options=_PARTS, arguments={"gradient_clip_val": 0.01}),
     "frozen layer, groups": Sound(partial(Layers, optimizer=groups), options=_PARTS),
     "manual optimization": Sound(Manual),

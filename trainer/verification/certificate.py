@@ -235,6 +235,11 @@ def reasons_of(one: RunRecord, *, is_whole_loss: bool) -> list[str]:
             f"the auxiliary loss of the routers ({one.facts['router']}), which is computed from the tokens of each "
             "micro-batch and then averaged (schedule='gpipe' or microbatches=1 computes it from whole batches)"
         ]
+    if one.facts.get("counts tokens"):
+        return [
+            "batches of a step that count by their tokens (loss_weight='tokens' or the model's microbatch_weight), while "
+            "one process gives each batch the same weight (so does loss_weight='rows', and a step of one batch)"
+        ]
     if is_whole_loss:
         return [
             "a layer that uses several rows of a batch, of which it has those of a micro-batch (microbatches=1 gives "

@@ -248,6 +248,7 @@ def _certified(
     if one.name in failed:
         raise RuntimeError(f"the model does not train in one process: {_told(failed[one.name])}")
     first = runs.record(one.name)
+    first.facts["counts tokens"] = verified.counts_tokens
     rounding = rounding_of(str(wished or precision), first.narrowest)
     if own.name in failed:
         raise RuntimeError(f"the model does not train under {verified.name}: {_told(failed[own.name])}")
