@@ -237,8 +237,8 @@ def reasons_of(one: RunRecord, *, is_whole_loss: bool) -> list[str]:
         ]
     if one.facts.get("counts tokens"):
         return [
-            "batches of a step that count by their tokens (loss_weight='tokens'), while one process gives each batch the "
-            "same weight (so does loss_weight='rows', and a step of one batch)"
+            "batches of a step that count by their tokens (loss_weight='tokens'), while one process gives each batch "
+            "the same weight (so does loss_weight='rows', and a step of one batch)"
         ]
     if is_whole_loss:
         return [
