@@ -197,6 +197,12 @@ def compare(actual: Outcome, expected: Outcome, tolerance: float = 1e-9) -> None
     assert_equal(_record(actual), _record(expected), tolerance)
 
 
+def alike(actual: Any, expected: Any, tolerance: float = 1e-9, where: str = "") -> None:
+    """Asserts that nested values are the same: tensors and floats within a tolerance, all else exactly."""
+    ours, theirs = (RunRecord("use", validation=leaves(value, where)) for value in (actual, expected))
+    assert_equal(ours, theirs, tolerance)
+
+
 def assert_equal(actual: RunRecord, expected: RunRecord, tolerance: float) -> None:
     """Asserts that two records are equal to rounding, by the comparison of ``trainer.verify``."""
     wrong = wrong_ones(findings(actual, expected, Rounding(tolerance, tolerance, f"{tolerance}")))

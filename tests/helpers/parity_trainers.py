@@ -17,14 +17,12 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from parity import assert_equal
 from pytorch_lightning import seed_everything
 from pytorch_lightning.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
 from strategies import RPCSequentialStrategy
 from trainer import Trainer
-from trainer.verification.record import RunRecord, leaves
 
 Make = Callable[..., Trainer]
 T = TypeVar("T")
@@ -60,12 +58,6 @@ def everywhere(use: Callable[[Make], T], *, stages: Sequence[int] = (2, 3), **op
         seed_everything(0, verbose=False)
         results.append(use(make_of(number)))
     return results
-
-
-def alike(actual: Any, expected: Any, tolerance: float = 1e-9) -> None:
-    """Asserts that nested values are the same: tensors and floats within a tolerance, all else exactly."""
-    ours, theirs = (RunRecord("use", validation=leaves(value)) for value in (actual, expected))
-    assert_equal(ours, theirs, tolerance)
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
