@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
+from torch.nn.utils.parametrize import is_parametrized
 
 _JOB, _PATHS, _BATCHES = "job.pickle", "paths.pickle", "batches.pickle"
 _LOOK_SECONDS = 0.5
@@ -129,7 +130,17 @@ class FailedRun(NamedTuple):
 def write_job(folder: Path, job: VerifiedJob) -> None:
     """Write the settings that the processes of a job have in common into a folder."""
     (folder / _PATHS).write_bytes(pickle.dumps([os.path.abspath(path) for path in sys.path]))
-    (folder / _JOB).write_bytes(cloudpickle.dumps(job))
+    with open(folder / _JOB, "wb") as file:
+        _Pickler(file).dump(job)
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Pickles modules with parametrized tensors too, which torch refuses because their class is made at run time."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.nn.Module) and is_parametrized(obj):
+            return object.__new__, (type(obj),), vars(obj)
+        return super().reducer_override(obj)
 
 
 def read_job(folder: Path) -> VerifiedJob:
