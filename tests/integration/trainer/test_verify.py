@@ -225,9 +225,10 @@ def with_replicas(extra: str, schedule: str) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # five runs of four processes
 @pytest.mark.parametrize("extra, schedule, verdict", [("none", "1f1b", EQUAL), ("dropout", "gpipe", DOCUMENTED)])
 def test_replicas(extra: str, schedule: str, verdict: str) -> None:
-    found = run(with_replicas, extra, schedule, timeout_seconds=280)
+    found = run(with_replicas, extra, schedule, timeout_seconds=580)
     assert found["verdict"] == verdict
     assert found["compared"]["gradients"] == {**found["compared"]["gradients"], "values": 16}
     assert found["facts"]["balance"] == [4, 3]
