@@ -224,13 +224,23 @@ class Trainer(pl.Trainer):
             raise TypeError(f"`model` must be a LightningModule, got {type(model).__name__}.")
         check_package(model, datamodule)
         check_path("json", json, "")
-        certificate = verify_run(
-            type(self), self._given, self.strategy, self.num_devices, model, datamodule, steps=steps, blocks=blocks
+
+        def report(certificate: "Certificate") -> None:
+            print_certificate(certificate)
+            if json is not None:
+                write_certificate(certificate, json)
+
+        return verify_run(
+            type(self),
+            self._given,
+            self.strategy,
+            self.num_devices,
+            model,
+            datamodule,
+            steps=steps,
+            blocks=blocks,
+            report=report,
         )
-        print_certificate(certificate)
-        if json is not None:
-            write_certificate(certificate, json)
-        return certificate
 
     fit = _checked(pl.Trainer.fit)
     validate = _checked(pl.Trainer.validate)

@@ -23,6 +23,9 @@ from torch.utils.data import DataLoader
 
 from strategies import RPCSequentialStrategy
 from trainer import Trainer
+from trainer.verification.certificate import wrong_ones
+from trainer.verification.compare import Rounding, findings
+from trainer.verification.record import RunRecord, StepRecord, leaves
 
 WIDTH = 6
 NUM_LAYERS = 6
@@ -191,36 +194,31 @@ class Fresh:
 
 def compare(actual: Outcome, expected: Outcome, tolerance: float = 1e-9) -> None:
     """Asserts that two trainings came to the same."""
-    wanted = pytest.approx(expected.losses, rel=tolerance, abs=tolerance)
-    assert actual.losses == wanted, f"losses {actual.losses}, but {expected.losses} are expected"
-    assert actual.metrics == pytest.approx(expected.metrics, rel=tolerance, abs=tolerance)
-    for kind in ("parameters", "buffers"):
-        _alike(getattr(actual, kind), getattr(expected, kind), tolerance, kind)
-    assert len(actual.optimizers) == len(expected.optimizers)
-    for ours, theirs in zip(actual.optimizers, expected.optimizers, strict=True):
-        if not ours and not theirs:  # no optimizer
-            continue
-        assert ours["param_groups"] == theirs["param_groups"]
-        _alike(ours["state"], theirs["state"], tolerance, "optimizer state")
+    assert_equal(_record(actual), _record(expected), tolerance)
 
 
-def _alike(actual: Any, expected: Any, tolerance: float, where: str) -> None:
-    if isinstance(expected, Mapping):
-        assert actual.keys() == expected.keys(), where
-        for key, value in expected.items():
-            _alike(actual[key], value, tolerance, f"{where} {key}")
-    elif isinstance(expected, Tensor):
-        message = f"{where}: {{}}".format
-        torch.testing.assert_close(actual.cpu(), expected.cpu(), rtol=tolerance, atol=tolerance, msg=message)
-    elif isinstance(expected, (list, tuple)):
-        _alike(dict(enumerate(actual)), dict(enumerate(expected)), tolerance, where)
-    elif hasattr(expected, "__dict__") and not callable(expected):  # an object that an optimizer keeps as a state
-        assert type(actual) is type(expected), where
-        _alike(vars(actual), vars(expected), tolerance, where)
-    elif isinstance(expected, float):
-        assert actual == pytest.approx(expected, rel=tolerance), where
-    else:
-        assert actual == expected, where
+def alike(actual: Any, expected: Any, tolerance: float = 1e-9, where: str = "") -> None:
+    """Asserts that nested values are the same: tensors and floats within a tolerance, all else exactly."""
+    ours, theirs = (RunRecord("use", validation=leaves(value, where)) for value in (actual, expected))
+    assert_equal(ours, theirs, tolerance)
+
+
+def assert_equal(actual: RunRecord, expected: RunRecord, tolerance: float) -> None:
+    """Asserts that two records are equal to rounding, by the comparison of ``trainer.verify``."""
+    wrong = wrong_ones(findings(actual, expected, Rounding(tolerance, tolerance, f"{tolerance}")))
+    told = (f"{each.part} {each.name}: {each.actual}, but {each.expected} is expected" for each in wrong[:5])
+    assert not wrong, "\n".join(told)
+
+
+def _record(outcome: Outcome) -> RunRecord:
+    """An outcome as the record of a run with one step, at its end."""
+    step = StepRecord(
+        values={**outcome.parameters, **outcome.buffers},
+        states=leaves([optimizer.get("state", {}) for optimizer in outcome.optimizers]),
+        hyperparameters=leaves([optimizer.get("param_groups", []) for optimizer in outcome.optimizers]),
+        logged=leaves(outcome.metrics),
+    )
+    return RunRecord("fit", list(outcome.losses), steps=[step], buffers=list(outcome.buffers))
 
 
 def _even(make: Callable[[], LightningModule], stages: int) -> list[int]:

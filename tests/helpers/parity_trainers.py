@@ -17,12 +17,9 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import pytest
-import torch
 from pytorch_lightning import seed_everything
 from pytorch_lightning.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from strategies import RPCSequentialStrategy
 from trainer import Trainer
@@ -63,25 +60,6 @@ def everywhere(use: Callable[[Make], T], *, stages: Sequence[int] = (2, 3), **op
     return results
 
 
-def alike(actual: Any, expected: Any, tolerance: float = 1e-9) -> None:
-    """Asserts that nested values are the same: tensors and floats within a tolerance, all else exactly."""
-    theirs = _leaves(expected)
-    ours = _leaves(actual)
-    assert ours.keys() == theirs.keys()
-    for where, value in theirs.items():
-        if isinstance(value, Tensor):
-            message = f"{where}: {{}}".format
-            torch.testing.assert_close(ours[where], value, rtol=tolerance, atol=tolerance, msg=message)
-        elif isinstance(value, float):
-            assert ours[where] == pytest.approx(value, rel=tolerance, abs=tolerance, nan_ok=True), where
-        else:
-            assert ours[where] == value, where
-
-
 def state_of(model: nn.Module) -> dict[str, Tensor]:
     """A copy of every parameter and buffer."""
     return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-def _leaves(value: Any) -> dict[str, Any]:
-    return {keystr(path): leaf for path, leaf in tree_flatten_with_path(value)[0]}

@@ -67,6 +67,8 @@ class WorkerFault(nn.Module):
             x.register_hook(torch.zeros_like)
         elif self.kind == "late":
             return x + 1e-4 * self.calls
+        elif self.kind == "failing":
+            raise ArithmeticError("only on workers")
         return x
 
 
@@ -96,7 +98,7 @@ class VerifiedNet(LightningModule):
         "dropout and batch norm": lambda: nn.Sequential(nn.Dropout(0.3), nn.BatchNorm1d(WIDTH)),
         "counting": Counting,
         "numpy": Noise,
-        **{kind: partial(WorkerFault, kind) for kind in ("scaled", "rows left out", "late")},
+        **{kind: partial(WorkerFault, kind) for kind in ("scaled", "rows left out", "late", "failing")},
     }
 
     def __init__(self, extra: str = "none", optimizer: str = "AdamW") -> None:

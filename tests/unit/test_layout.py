@@ -91,6 +91,7 @@ ELSEWHERE: dict[str, list[str]] = {
     "strategies/lightning/whole_batch.py": ["integration/parity/training/test_parity_steps.py"],
     "strategies/lightning/launch/loopback.py": ["integration/replicas/test_security.py", "faults/test_faults_ranks.py"],
     "strategies/lightning/launch/phases.py": ["faults/test_faults_ranks.py"],
+    "strategies/launch/ranks.py": ["integration/replicas/test_launch.py", "unit/launch/test_ranks_of_mpi.py"],
     "strategies/lightning/launch/rank_launcher.py": ["integration/replicas/test_launch.py"],
     "strategies/lightning/launch/replicas.py": [
         "integration/replicas/test_replicas.py",
@@ -244,6 +245,7 @@ ELSEWHERE: dict[str, list[str]] = {
         "integration/trainer/test_verify.py",
     ],
     "trainer/verification/blocks.py": ["unit/trainer/verification/test_verify_settings.py"],
+    "trainer/verification/launched_ranks.py": ["integration/trainer/test_verify.py"],
     "trainer/verification/process.py": [
         "unit/trainer/verification/test_certificate.py",
         "integration/trainer/test_verify.py",

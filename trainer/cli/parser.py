@@ -12,6 +12,7 @@ from trainer.cli.lightning_cli import LightningArgumentParser
 from trainer.cli.messages import classes_in, condense, of_other_package, unknown_class, unknown_key
 
 _UNRECOGNIZED = "unrecognized arguments: "
+_NO_MODEL = re.compile(r"the following arguments are required: \w+\.model")
 _NOT_ACCEPTED = re.compile(
     r"(?:Group '(?P<group>[^']+)' does not accept o|.*does not accept o|O)ption '(?P<key>[^']*)'"
 )
@@ -91,6 +92,8 @@ class Parser(LightningArgumentParser):
             return self._of_class(unknown_key(key, parser._keys()))
         typehint = self._typehint_at(message)
         line = condense(message, typehint)
+        if _NO_MODEL.fullmatch(line):
+            line += ". Give a configuration with --config=FILE, or a class with --model=PATH_OF_CLASS"
         found = _CLASS_PATH.search(message)
         wrong = of_other_package(message) or (found and unknown_class(found[1] or found[2], classes_in(typehint)))
         if wrong:

@@ -2,8 +2,8 @@
 
 ``record`` holds the results of a run, and ``recorder`` is the callback that records them. ``reference`` makes one
 process compute what a strategy must compute, and ``process`` is a run in a separate process. ``runner`` decides which
-runs are needed. ``compare`` and ``certificate`` find the differences and where they start, and ``certificate_report``
-prints them.
+runs are needed, and ``launched_ranks`` makes all ranks of torchrun take part in them. ``compare`` and ``certificate``
+find the differences and where they start, and ``certificate_report`` prints them.
 
 In: a model, data, and the arguments of a Trainer with a strategy. Out: a
 :class:`~trainer.verification.certificate.Certificate`. May import ``strategies``.

@@ -87,11 +87,27 @@ class ReferenceRuns:
         one: The run in one process.
         micro: The run in one process with the same micro-batches, in plain PyTorch; ``None`` if this is impossible.
         stage: The run of the strategy with one stage; ``None`` if it was not run.
+        divided: Two runs in one process that differ by micro-batches only, to measure rounding; by default ``micro``
+            and ``one``.
     """
 
     one: RunRecord
     micro: RunRecord | None = None
     stage: RunRecord | None = None
+    divided: tuple[RunRecord, RunRecord] | None = None
+
+    def measured(self, rounding: Rounding) -> tuple[Rounding, float | None]:
+        """Return the limits, and the relative difference of gradients that micro-batches alone cause, if measured."""
+        pair = self.divided or (None if self.micro is None else (self.micro, self.one))
+        found = [] if pair is None else [each for each in findings(*pair, rounding) if each.part in _OF_TRAINING]
+        if not found or wrong_ones(found):
+            return rounding, None
+        explained = max((each.in_limits for each in found if each.part == "gradients"), default=0.0)
+        return rounding.measured(max(each.in_limits for each in found)), explained * rounding.relative
+
+
+_OF_TRAINING = ("losses", "gradients", "global norm", "parameters", "optimizer states")
+"""The parts that show how much rounding changes a training."""
 
 
 def certify(
@@ -107,11 +123,7 @@ def certify(
         strategy: The strategy, for messages.
     """
     one, micro, stage = references.one, references.micro, references.stage
-    explained = None
-    if micro is not None and not wrong_ones(found := findings(micro, one, rounding)):
-        share = max((each.in_limits for each in found if each.part == "gradients"), default=0.0)
-        explained = share * rounding.relative
-        rounding = rounding.measured(share)
+    rounding, explained = references.measured(rounding)
 
     def certificate(
         reference: RunRecord, verdict: str, compared: Sequence[Finding], reasons: Iterable[str] = ()
@@ -222,6 +234,11 @@ def reasons_of(one: RunRecord, *, is_whole_loss: bool) -> list[str]:
         return [
             f"the auxiliary loss of the routers ({one.facts['router']}), which is computed from the tokens of each "
             "micro-batch and then averaged (schedule='gpipe' or microbatches=1 computes it from whole batches)"
+        ]
+    if one.facts.get("counts tokens"):
+        return [
+            "batches of a step that count by their tokens (loss_weight='tokens'), while one process gives each batch "
+            "the same weight (so does loss_weight='rows', and a step of one batch)"
         ]
     if is_whole_loss:
         return [

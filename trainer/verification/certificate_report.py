@@ -19,6 +19,7 @@ def as_dict(certificate: Certificate) -> dict[str, Any]:
         "strategy": certificate.strategy,
         "reference": certificate.reference,
         "precision": certificate.rounding.described,
+        "limit_is_measured": certificate.rounding.is_measured,
         "limit": certificate.rounding.relative,
         "explained_by_microbatches": certificate.explained,
         "compared": {

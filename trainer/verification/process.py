@@ -7,10 +7,14 @@ starts the other ranks of DDP and ZeRO with the same command.
 
 import os
 import pickle
+import signal
+import subprocess
 import sys
+import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
@@ -18,8 +22,12 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
+from torch.nn.utils.parametrize import is_parametrized
 
 _JOB, _PATHS, _BATCHES = "job.pickle", "paths.pickle", "batches.pickle"
+_LOOK_SECONDS = 0.5
+_STARTER = "RELAY_VERIFY_STARTER"
+"""The environment variable with the id of the process that has started this process."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,8 @@ class VerifiedJob:
         accumulated: Number of batches of each rank in each step.
         ranks: Number of ranks, among which batches are divided.
         seed: The seed of all random numbers.
-        blocks: Path of a list of blocks and the number of blocks to keep; ``None`` keeps all.
+        blocks: Path of a list of blocks, ``None`` if it is found after ``configure_model``, and the number of blocks to
+            keep; ``None`` keeps all.
     """
 
     trainer_class: type
@@ -46,7 +55,7 @@ class VerifiedJob:
     accumulated: int = 1
     ranks: int = 1
     seed: int = 0
-    blocks: tuple[str, int] | None = None
+    blocks: tuple[str | None, int] | None = None
 
     @property
     def num_batches(self) -> int:
@@ -67,6 +76,7 @@ class Execution:
         by_tokens: Whether micro-batches are weighted by their tokens.
         reads_gradients: Whether a hook before the optimizer's step reads gradients.
         drops_nothing: Whether all dropout layers have a probability of 0.
+        is_of_all_ranks: Whether all ranks run it, if a launcher such as torchrun has started ranks.
     """
 
     name: str
@@ -77,6 +87,13 @@ class Execution:
     by_tokens: bool = False
     reads_gradients: bool = True
     drops_nothing: bool = False
+    is_of_all_ranks: bool = False
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether the strategy splits the layers into stages."""
+        kinds = self.strategy[0].__mro__ if self.strategy is not None else ()
+        return "RPCSequentialStrategy" in [kind.__name__ for kind in kinds]
 
 
 @dataclass
@@ -113,7 +130,17 @@ class FailedRun(NamedTuple):
 def write_job(folder: Path, job: VerifiedJob) -> None:
     """Write the settings that the processes of a job have in common into a folder."""
     (folder / _PATHS).write_bytes(pickle.dumps([os.path.abspath(path) for path in sys.path]))
-    (folder / _JOB).write_bytes(cloudpickle.dumps(job))
+    with open(folder / _JOB, "wb") as file:
+        _Pickler(file).dump(job)
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Pickles modules with parametrized tensors too, which torch refuses because their class is made at run time."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.nn.Module) and is_parametrized(obj):
+            return object.__new__, (type(obj),), vars(obj)
+        return super().reducer_override(obj)
 
 
 def read_job(folder: Path) -> VerifiedJob:
@@ -143,6 +170,55 @@ def steps_done(folder: Path, name: str) -> int:
     """Return the number of steps that an execution has made."""
     path = _file(folder, name, "steps")
     return int(path.read_text() or 0) if path.exists() else 0
+
+
+@contextmanager
+def started(
+    folder: Path, names: Sequence[str], output: Any, environment: Mapping[str, str]
+) -> Iterator["subprocess.Popen[bytes]"]:
+    """Context with a process that runs executions; on exit, the process and its child processes end.
+
+    Args:
+        folder: The folder of the job.
+        names: The names of the executions, which the process runs one after another.
+        output: The file for what the process prints.
+        environment: The environment variables.
+    """
+    package = str(Path(__file__).parents[2])
+    paths = [package, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    child = subprocess.Popen(
+        [sys.executable, "-m", "trainer.verification.process", str(folder), *names],
+        env={**environment, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), _STARTER: str(os.getpid())},
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,
+    )
+    try:
+        yield child
+    finally:
+        if child.poll() is None:
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                with suppress(ProcessLookupError):
+                    os.killpg(child.pid, number)
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(10)
+                    break
+
+
+def _watch_starter() -> None:
+    """End this process and its child processes when the process that has started it has ended."""
+    from strategies.launch.supervision import Watchdog
+
+    starter = int(os.environ.pop(_STARTER, 0))  # ranks that this process starts do not watch the starter
+
+    def has_ended() -> bool:
+        while os.getppid() == starter:
+            time.sleep(_LOOK_SECONDS)
+        return True
+
+    if starter:
+        Watchdog("relay-verify-starter-watch", has_ended, clean_up=lambda: os.killpg(0, signal.SIGTERM)).start()
 
 
 def run_execution(folder: Path, job: VerifiedJob, execution: Execution, drawn: DrawnBatches) -> Any:
@@ -311,19 +387,25 @@ def _file(folder: Path, name: str, kind: str) -> Path:
 def main(folder: Path, names: Sequence[str]) -> None:
     """Run executions one after another. Each writes a record or an error. If the first fails, the rest do not run."""
     sys.path[:] = pickle.loads((folder / _PATHS).read_bytes())
+    _watch_starter()
     warnings.filterwarnings("ignore")
+    is_random = False
     for name in names:
         try:
             execution: Execution = pickle.loads(_file(folder, name, "execution").read_bytes())
             if not (folder / _BATCHES).exists():
-                job = prepared_job(folder)
-                trainer = trainer_of_run(folder, job, Execution("drawing"), [])
+                drawing = Execution("drawing")
+                job = prepared_job(folder, drawing)
+                trainer = trainer_of_run(folder, job, drawing, [])
                 partial = folder / f"{_BATCHES}.partial"
                 partial.write_bytes(cloudpickle.dumps(draw_batches(trainer, job)))
                 partial.replace(folder / _BATCHES)
             drawn: DrawnBatches = pickle.loads((folder / _BATCHES).read_bytes())
-            record = run_execution(folder, prepared_job(folder), execution, drawn)
+            if is_random and execution.microbatches is not None and not execution.drops_nothing:
+                continue  # masks of micro-batches are different ones
+            record = run_execution(folder, prepared_job(folder, execution), execution, drawn)
             rank = int(os.environ.get("LOCAL_RANK", 0)) if execution.strategy is not None else 0
+            is_random = is_random or (execution.strategy is None and record.is_random)
             torch.save(record, folder / f"{_stem(name)}.{rank}.record")
         except Exception as error:
             if int(os.environ.get("LOCAL_RANK", 0)) == 0:
@@ -333,13 +415,17 @@ def main(folder: Path, names: Sequence[str]) -> None:
                 raise
 
 
-def prepared_job(folder: Path) -> VerifiedJob:
+def prepared_job(folder: Path, execution: Execution) -> VerifiedJob:
     """Return a job whose model has the requested number of blocks."""
-    from trainer.verification.blocks import shorten
+    from trainer.verification.blocks import is_built_later, shorten, shorten_when_built
 
     job = read_job(folder)
     if job.blocks is not None:
-        shorten(job.model, *job.blocks)
+        path, number = job.blocks
+        if is_built_later(job.model, path):
+            shorten_when_built(job.model, path, number, is_pipeline=execution.is_pipeline)
+        else:
+            shorten(job.model, str(path), number)
     return job
 
 

@@ -7,10 +7,12 @@ A run of several ranks writes one record per rank. :func:`merged` combines them 
     one       batch 0 1 2 3     │ batch 4 5 6 7
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -115,21 +117,39 @@ def merged(records: Sequence[RunRecord], accumulated: int = 1) -> RunRecord:
 
 
 def leaves(value: Any, path: str = "") -> Values:
-    """Return the leaves of nested mappings and sequences by path; tensors are detached copies on the CPU."""
+    """Return the leaves of nested mappings, sequences and objects by path.
+
+    Tensors are detached copies on the CPU, and arrays of numbers become tensors. Objects that define their own
+    equality are leaves.
+    """
+    return dict(_leaves(value, path, ()))
+
+
+def _leaves(value: Any, path: str, around: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Tensor):
-        return {path: on_host(value)}
+        yield path, on_host(value)
+        return
+    if isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc":
+        yield path, torch.from_numpy(value.copy())
+        return
     if isinstance(value, Mapping):
         items: Iterable[tuple[Any, Any]] = value.items()
-    elif isinstance(value, list | tuple) and not isinstance(value, str):
+    elif isinstance(value, list | tuple):
         items = enumerate(value)
-    elif hasattr(value, "__dataclass_fields__") or hasattr(value, "to_tuple"):
+    elif hasattr(value, "to_tuple") or _is_plain_object(value):
         items = vars(value).items()
     else:
-        return {path: value}
-    found: Values = {}
+        yield path, value
+        return
+    if id(value) in around:  # an object that refers to itself
+        return
     for key, item in items:
-        found.update(leaves(item, f"{path}.{key}" if path else str(key)))
-    return found
+        yield from _leaves(item, f"{path}.{key}" if path else str(key), (*around, id(value)))
+
+
+def _is_plain_object(value: Any) -> bool:
+    is_compared_by_identity = type(value).__eq__ is object.__eq__ or hasattr(value, "__dataclass_fields__")
+    return bool(getattr(value, "__dict__", None)) and is_compared_by_identity and not callable(value)
 
 
 def on_host(tensor: Tensor) -> Tensor:

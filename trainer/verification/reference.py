@@ -96,11 +96,14 @@ def run_microbatches(
                 output = original(part, *rest)
                 loss = output.get("loss") if isinstance(output, Mapping) else output
                 if isinstance(loss, Tensor):
-                    losses.append(loss * (own / whole * factor))
+                    losses.append(loss * (own / whole))
         finally:
             undo()
         _log_means(self, logged[0])
-        return sum(losses[1:], losses[0]) if losses else None
+        if not losses:
+            return None
+        loss = sum(losses[1:], losses[0])
+        return loss + (factor - 1.0) * (loss - loss.detach())  # the factor is for gradients only
 
     replaced(model, "training_step", MethodType(training_step, model))
 

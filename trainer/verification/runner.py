@@ -1,15 +1,14 @@
 """Starts the runs that a certificate needs, each in a separate process, with files only in a temporary folder."""
 
+import math
 import os
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +25,17 @@ from strategies.lightning.compat import (
     is_overridden,
 )
 from strategies.lightning.options import Schedule
-from strategies.lightning.partitioning import find_path
-from trainer.verification.blocks import check_blocks
+from trainer.verification.blocks import check_blocks, is_built_later, path_of_list
 from trainer.verification.certificate import Certificate, ReferenceRuns, certify
 from trainer.verification.compare import rounding_of
+from trainer.verification.launched_ranks import GRACE_SECONDS, LaunchedRanks, without_launch
 from trainer.verification.process import (
     Execution,
     FailedRun,
     VerifiedJob,
     read_failure,
     read_records,
+    started,
     steps_done,
     write_execution,
     write_job,
@@ -90,6 +90,11 @@ class VerifiedStrategy:
         return self.arguments.get("data_parallel_size", 1) if self.is_pipeline else self.num_devices
 
     @property
+    def num_stages(self) -> int:
+        """Number of stages of a pipeline, otherwise 1."""
+        return self.num_devices // self.ranks if self.is_pipeline else 1
+
+    @property
     def is_whole_loss(self) -> bool:
         """Whether ``training_step`` runs once for the whole batch."""
         schedule = self.arguments.get("schedule", "gpipe")
@@ -114,6 +119,7 @@ class VerifiedStrategy:
             devices=self.num_devices,
             precision=precision,
             reads_gradients=not self.steps_in_backward,
+            is_of_all_ranks=True,
         )
 
     def with_one_stage(self, precision: Any, facts: Mapping[str, Any]) -> Execution:
@@ -143,8 +149,11 @@ def verify_run(
     steps: int = 3,
     blocks: int | None = None,
     seed: int = 0,
+    report: Callable[[Certificate], None] = lambda certificate: None,
 ) -> Certificate:
     """Run a few steps in one process and under a strategy, and return the verdict.
+
+    If a launcher such as torchrun has started several ranks, all of them call this, and all return the same verdict.
 
     Args:
         trainer_class: The class of the Trainer.
@@ -156,6 +165,7 @@ def verify_run(
         steps: Number of optimizer steps.
         blocks: Number of blocks of the model to keep; ``None`` keeps all.
         seed: The seed of all random numbers.
+        report: Called with the verdict, on rank 0 only.
 
     Raises:
         MisconfigurationException: Before any process starts, if the model or the settings cannot be verified.
@@ -166,15 +176,14 @@ def verify_run(
     arguments, notes = kept_arguments(given)
     shortened = None
     if blocks is not None:
-        path = verified.arguments.get("module") or find_path(model, None, 2)
-        if not isinstance(path, str):
-            raise MisconfigurationException(
-                f"blocks={blocks} keeps the first blocks of one list, but several lists are pipelined, {path}. Leave "
-                "blocks out, or name one of them by module=..."
-            )
-        check_blocks(model, path, blocks)
+        path = verified.arguments.get("module")
+        if is_built_later(model, path):
+            notes.append(f"Of the blocks that configure_model makes, only the first {blocks} were run.")
+        else:
+            path = path_of_list(model, path, blocks)
+            check_blocks(model, path, blocks, verified.num_stages)
+            notes.append(f"Of the blocks of {path!r}, only the first {blocks} were run.")
         shortened = path, blocks
-        notes.append(f"Of the blocks of {path!r}, only the first {blocks} were run.")
         if isinstance(verified.arguments.get("balance"), list | tuple):
             verified.arguments["balance"] = "even"
             notes.append("The layers were divided evenly, because the given balance counts all blocks.")
@@ -189,12 +198,23 @@ def verify_run(
         seed=seed,
         blocks=shortened,
     )
+    launched = LaunchedRanks.of(getattr(strategy, "cluster_environment", None))
+    if launched is not None and launched.rank > 0:
+        return launched.follow()
     with tempfile.TemporaryDirectory(prefix="relay-verify-", ignore_cleanup_errors=True) as name:
-        runs = RunProcesses(Path(name), job)
-        with _detached(data):
-            write_job(Path(name), job)
-        certificate = _certified(runs, verified, model, given)
-    certificate.notes = [*notes, *certificate.notes]
+        runs = RunProcesses(Path(name), job, launched)
+        try:
+            with _detached(data):
+                write_job(Path(name), job)
+            certificate = _certified(runs, verified, model, given)
+            certificate.notes = [*notes, *certificate.notes]
+            report(certificate)
+        except Exception as error:
+            if launched is not None:
+                launched.publish(error)
+            raise
+        if launched is not None:
+            launched.publish(certificate)
     return certificate
 
 
@@ -212,9 +232,7 @@ def _certified(
         by_tokens=verified.counts_tokens,
     )
     one, own = Execution("one process", precision=wished), verified.run(wished)
-    together = [micro] if has_micro and micro.microbatches is not None else []
-    if verified.is_pipeline and verified.ranks == 1:  # its workers do not run the command of this process again
-        together.append(own)
+    together = [*([micro] if has_micro and micro.microbatches is not None else []), own]
     failed = runs.run([one, *together])
     if one.name in failed and wished is not None:
         notes.append(f"Not in float64, in which the model does not train: {failed[one.name].message.splitlines()[0]}")
@@ -224,9 +242,8 @@ def _certified(
     if one.name in failed:
         raise RuntimeError(f"the model does not train in one process: {_told(failed[one.name])}")
     first = runs.record(one.name)
+    first.facts["counts tokens"] = verified.counts_tokens
     rounding = rounding_of(str(wished or precision), first.narrowest)
-    if own not in together:
-        failed |= runs.run([own])
     if own.name in failed:
         raise RuntimeError(f"the model does not train under {verified.name}: {_told(failed[own.name])}")
     actual = runs.record(own.name)
@@ -240,26 +257,38 @@ def _certified(
         failed |= runs.run([micro])
     if has_micro and micro.name not in failed and not first.is_random:
         references = replace(references, micro=runs.record(micro.name))
+    if rounding.safety and not has_micro and model.automatic_optimization and not first.is_random:
+        halves = Execution("one process with two micro-batches", precision=wished, microbatches=2)
+        failed |= runs.run([halves])
+        if halves.name not in failed:
+            references = replace(references, divided=(runs.record(halves.name), first))
     described = _described(verified, actual)
-    result = certify(actual, references, rounding, is_whole_loss=verified.is_whole_loss, strategy=described)
+    judge = partial(certify, rounding=rounding, is_whole_loss=verified.is_whole_loss, strategy=described)
+    result = judge(actual, references)
     is_of_buffers = result.origin is not None and result.origin.part == "buffers"
-    if not result.is_right and verified.is_pipeline and (first.is_random or first.norm_layers or is_of_buffers):
+    is_unclear = not result.is_right and (first.is_random or first.norm_layers or is_of_buffers)
+    if verified.is_pipeline and (is_unclear or (first.is_random and rounding.safety)):
         stage = verified.with_one_stage(wished, actual.facts)
         plain = [
             replace(each, name=f"{each.name} without dropout", drops_nothing=True)
-            for each in (one, *([micro] if has_micro else []), own)
+            for each in (one, own, *([micro] if has_micro else []))
         ]
-        more = plain if first.is_random and verified.ranks == 1 else []
+        more = plain[: 3 if rounding.safety else 2] if first.is_random else []
         failed |= runs.run([stage, *more])
         if stage.name in failed:
             raise RuntimeError(
                 f"the model does not train under {verified.name} with one stage: {_told(failed[stage.name])}"
             )
         references = replace(references, stage=runs.record(stage.name))
-        judge = partial(certify, is_whole_loss=verified.is_whole_loss, strategy=described)
-        result = judge(actual, references, rounding)
+        if len(more) == 3 and not any(each.name in failed for each in more):
+            references = replace(references, divided=(runs.record(plain[2].name), runs.record(plain[0].name)))
+        result = judge(actual, references)
         if more and result.is_right:
-            result = _with_and_without_dropout(result, runs, plain, failed, partial(judge, rounding=rounding))
+            result = _with_and_without_dropout(result, runs, plain, failed, judge)
+    if result.explained is None and rounding.safety:
+        result.notes.append(
+            f"The limits are those of {rounding.described}, because no run with micro-batches could measure rounding."
+        )
     result.notes = [*notes, *result.notes]
     return result
 
@@ -275,16 +304,19 @@ def _with_and_without_dropout(
 
     A comparison with one stage alone would miss faults of the engine that do not depend on the number of stages.
     """
-    if failure := failed.get(plain[0].name) or failed.get(plain[-1].name):
+    one, own, *micro = plain
+    if failure := failed.get(one.name) or failed.get(own.name):
         result.notes.append(f"The model does not train with a dropout of 0: {failure.message}")
         return result
-    one, *micro, own = (runs.record(each.name) for each in plain if each.name not in failed)
-    if one.is_random:
+    if runs.record(one.name).is_random:
         result.notes.append(
             "Layers draw random numbers with a dropout of 0 too, so the strategy was not compared with one process."
         )
         return result
-    without = judge(own, ReferenceRuns(one, *micro))
+    references = ReferenceRuns(runs.record(one.name))
+    without = judge(runs.record(own.name), references)
+    if not without.is_right and micro and not runs.run(micro):  # it may differ because of micro-batches
+        without = judge(runs.record(own.name), replace(references, micro=runs.record(micro[0].name)))
     if not without.is_right:
         return without
     result.notes.append(f"With a dropout of 0, the strategy is {without.verdict}, compared with {without.reference}.")
@@ -328,12 +360,6 @@ def _check(given: Mapping[str, Any], model: LightningModule, steps: int, data: A
         raise MisconfigurationException(
             "verify cannot compare sync_batchnorm=True, which one process does not have. Leave it out."
         )
-    started = [name for name in ("TORCHELASTIC_RUN_ID", "SLURM_PROCID") if name in os.environ]
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and (started or "LOCAL_RANK" in os.environ):
-        raise MisconfigurationException(
-            f"verify starts its processes itself, but {os.environ['WORLD_SIZE']} have been started. Run it in one "
-            "process, without torchrun or srun."
-        )
 
 
 def kept_arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -362,47 +388,71 @@ class RunProcesses:
     Args:
         folder: The folder of the job.
         job: The job.
+        launched: The ranks that a launcher has started; ``None`` if there are none.
     """
 
-    def __init__(self, folder: Path, job: VerifiedJob) -> None:
-        self._folder, self._job, self._log = folder, job, folder / "output"
+    def __init__(self, folder: Path, job: VerifiedJob, launched: LaunchedRanks | None = None) -> None:
+        self._folder, self._job, self._log, self.launched = folder, job, folder / "output", launched
 
     def run(self, executions: Sequence[Execution]) -> dict[str, FailedRun]:
-        """Run executions one after another in one process; return the errors of those that failed."""
+        """Run executions in as few processes as possible, one after another; return the errors of those that failed.
+
+        If a launcher has started ranks, every rank runs the executions of all ranks in a process of its own.
+        """
+        failed: dict[str, FailedRun] = {}
+        for of_all, group in groupby(executions, self._process_of):
+            failed |= self._run(list(group), self.launched if of_all[0] else None)
+            if executions[0].name in failed:  # then the rest do not run
+                break
+        return failed
+
+    def _process_of(self, execution: Execution) -> tuple[bool, str]:
+        """Return a key that is equal for executions that run in the same process, one after another."""
+        of_all = execution.is_of_all_ranks and self.launched is not None
+        has_ranks = execution.strategy is not None and self._job.ranks > 1  # which run the command again
+        return of_all, execution.name if of_all or has_ranks else ""
+
+    def _run(self, executions: Sequence[Execution], launched: LaunchedRanks | None = None) -> dict[str, FailedRun]:
         for execution in executions:
             write_execution(self._folder, execution)
             for path in self._folder.glob(f"{execution.name.replace(' ', '-')}.*"):
                 if path.suffix in (".record", ".error", ".steps"):
                     path.unlink()
         names = [execution.name for execution in executions]
-        status = self._execute(names)
+        failure = self._execute(names) if launched is None else self._execute(names, launched)
         failed = {name: found for name in names if (found := read_failure(self._folder, name)) is not None}
-        if status and not failed:
-            told = self._log.read_text(errors="replace")[-2000:]
-            failed[names[0]] = FailedRun(f"the process has ended with status {status}", "RuntimeError", told)
+        if failure is not None and not failed:
+            message, _, told = failure.partition("\n")
+            failed[names[0]] = FailedRun(message, "RuntimeError", told)
         return failed
 
     def record(self, name: str) -> RunRecord:
         """Return the record of an execution, merged from all its ranks."""
         return merged(read_records(self._folder, name.replace(" ", "-")))
 
-    def _execute(self, names: Sequence[str]) -> int:
-        """Run executions in a process, and return its exit status."""
-        command = [sys.executable, "-m", "trainer.verification.process", str(self._folder), *names]
-        with open(self._log, "ab") as output, _ended(self._start(command, output)) as child, _progress(names) as show:
-            while child.poll() is None:
+    def _execute(self, names: Sequence[str], launched: LaunchedRanks | None = None) -> str | None:
+        """Run executions in a process, or in one process of each rank; return how a process has failed, if any has."""
+        environment: Mapping[str, str] = os.environ
+        if self.launched is not None:
+            environment = without_launch(environment) if launched is None else launched.begin(self._folder, names)
+        failure, deadline = None, math.inf
+        with (
+            open(self._log, "ab") as output,
+            started(self._folder, names, output, environment) as child,
+            _progress(names) as show,
+        ):
+            while child.poll() is None and time.monotonic() < deadline:
                 for name in names:
                     show(name, steps_done(self._folder, name), self._job.steps)
+                if launched is not None and failure is None and (failure := launched.failed()) is not None:
+                    deadline = time.monotonic() + GRACE_SECONDS  # the own process may give a better reason
                 time.sleep(0.05)
-        return child.returncode
-
-    def _start(self, command: Sequence[str], output: Any) -> "subprocess.Popen[bytes]":
-        package = str(Path(__file__).parents[2])
-        paths = [package, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
-        return subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-        )
+        if launched is not None:
+            failure = launched.end() or failure
+        if child.returncode:
+            told = self._log.read_text(errors="replace")[-2000:]
+            failure = failure or f"the process has ended with status {child.returncode}\n{told}"
+        return failure
 
 
 @contextmanager
@@ -416,21 +466,6 @@ def _detached(data: Any) -> Iterator[None]:
         yield
     finally:
         data.trainer = before
-
-
-@contextmanager
-def _ended(child: "subprocess.Popen[bytes]") -> Iterator["subprocess.Popen[bytes]"]:
-    """Context that ends a process and its child processes on exit, if the process still runs."""
-    try:
-        yield child
-    finally:
-        if child.poll() is None:
-            for number in (signal.SIGTERM, signal.SIGKILL):
-                with suppress(ProcessLookupError):
-                    os.killpg(child.pid, number)
-                with suppress(subprocess.TimeoutExpired):
-                    child.wait(10)
-                    break
 
 
 @contextmanager

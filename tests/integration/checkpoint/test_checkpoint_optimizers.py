@@ -7,7 +7,7 @@ import pytest
 import torch
 from checkpoint_job import Resumed, Saves, fit, pipeline, single
 from harness import run
-from parity_trainers import alike
+from parity import alike
 from torch import nn
 
 from strategies import DDPStrategy, ZeROStrategy

@@ -12,8 +12,8 @@ import pytest
 import torch
 from checkpoint_job import fit, pipeline, single
 from harness import run
+from parity import alike
 from parity_scaler import Exact
-from parity_trainers import alike
 from pytorch_lightning import Callback
 from scripts import Script
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from checkpoint_job import Resumed, Saves, fit, pipeline, single
 from harness import run
-from parity_trainers import alike
+from parity import alike
 from paths import PYTHONPATH
 from pytorch_lightning.callbacks import ModelCheckpoint
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from checkpoint_job import Resumed, fit, pipeline, single
 from harness import run
-from parity_trainers import alike
+from parity import alike
 from pytorch_lightning import Callback
 from torch import Tensor, nn
 

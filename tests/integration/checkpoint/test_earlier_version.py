@@ -8,7 +8,7 @@ import earlier_version_job
 import pytest
 import torch
 from harness import run
-from parity_trainers import alike
+from parity import alike
 from paths import TESTS
 from scripts import Script
 

@@ -12,7 +12,7 @@ import torch
 import zero_job
 import zero_nets as nets
 from harness import run
-from parity import _alike
+from parity import alike
 from pytorch_lightning.strategies import SingleDeviceStrategy
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from scripts import Script
@@ -75,7 +75,7 @@ def check_case(name: str, outcomes: dict[str, Any], ranks: int) -> None:
         where = f"{name}, {option}, {ranks} ranks"
         tolerance = in_order if option != "stage 3" else max(in_order, ROUNDED.get(name, 1e-9))  # of several sums, too
         assert all(torch.equal(outcome["values"][0], values) for values in outcome["values"]), where
-        _alike(outcome["state_dict"], reference["state_dict"], tolerance, where)
+        alike(outcome["state_dict"], reference["state_dict"], tolerance, where)
         assert outcome["metrics"] == pytest.approx(reference["metrics"], rel=tolerance), where
         assert outcome["steps"] == reference["steps"]
         if name == "no optimizer":
@@ -84,7 +84,7 @@ def check_case(name: str, outcomes: dict[str, Any], ranks: int) -> None:
         for ours, plain in zip(outcome["optimizers"], reference["optimizers"], strict=True):
             assert ours["param_groups"] == plain["param_groups"], where
             assert list(ours["state"]) == list(plain["state"]), where  # in the same order, too
-            _alike(ours["state"], plain["state"], tolerance, where)  # with the same types
+            alike(ours["state"], plain["state"], tolerance, where)  # with the same types
         # Each rank has a part, and nothing twice: what the plain optimizer has on one rank, they have together.
         assert torch.equal(outcome["state_bytes"].sum(0), reference["state_bytes"][0]), where
         assert outcome["state_bytes"].max() < reference["state_bytes"].max(), where
@@ -235,9 +235,9 @@ def chain() -> list[dict[str, Any]]:
 @pytest.mark.timeout(420)
 def test_resuming_on_other_numbers_of_ranks_and_under_other_strategies() -> None:
     chained, uninterrupted = run(chain, timeout_seconds=400)
-    _alike(chained["state_dict"], uninterrupted["state_dict"], 1e-9, "state_dict")
+    alike(chained["state_dict"], uninterrupted["state_dict"], 1e-9, "state_dict")
     (ours,), (plain,) = (checkpoint["optimizer_states"] for checkpoint in (chained, uninterrupted))
     assert ours["param_groups"] == plain["param_groups"]
-    _alike(ours["state"], plain["state"], 1e-9, "optimizer state")
+    alike(ours["state"], plain["state"], 1e-9, "optimizer state")
     assert chained["lr_schedulers"] == uninterrupted["lr_schedulers"]
     assert chained["global_step"] == uninterrupted["global_step"]

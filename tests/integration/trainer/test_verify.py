@@ -2,15 +2,19 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sound_models
 import torch
-from harness import run
+from harness import OWN_SERVER, run
+from model_families import workers_import_transformers
 from paths import PYTHONPATH
 from verified_nets import SumLoss, VerifiedData, VerifiedNet
 
@@ -28,15 +32,16 @@ TWO, FOUR = [4, 3], [2, 2, 2, 1]
 class RunsHere(runner.RunProcesses):
     """Runs the executions of a pipeline in this process, which has imported all they need; its workers are real."""
 
-    def _execute(self, names: Sequence[str]) -> int:
+    def _execute(self, names: Sequence[str], launched: Any = None) -> str | None:
+        assert launched is None
         paths = list(sys.path)
         try:
             process.main(self._folder, names)
-        except Exception:  # process.main has written it down for the certificate, and its process would end so
-            return 1
+        except Exception as error:  # process.main has written it down for the certificate
+            return str(error)
         finally:
             sys.path[:] = paths
-        return 0
+        return None
 
 
 class NormOfTheDriver(RPCSequentialStrategy):
@@ -48,14 +53,16 @@ class NormOfTheDriver(RPCSequentialStrategy):
         return torch.nn.utils.clip_grad_norm_(own, max_norm, norm_type)
 
 
-def certificates(cases: Sequence[tuple[str, dict[str, Any]]], kind: type = RPCSequentialStrategy) -> list[Any]:
+def certificates(
+    cases: Sequence[tuple[str, dict[str, Any]]], kind: type = RPCSequentialStrategy, **arguments: Any
+) -> list[Any]:
     """Verifies one model after another, given its extra layer and the settings of the pipeline."""
     vars(runner)["RunProcesses"] = RunsHere
     found = []
     for extra, settings in cases:
         model = SumLoss() if extra == "root of the loss" else VerifiedNet(extra)
         options = {"microbatches": 3, "balance": TWO, **settings}
-        found.append(verify(model, VerifiedData(), strategy=kind(**options), accelerator="cpu", devices=2))
+        found.append(verify(model, VerifiedData(), strategy=kind(**options), accelerator="cpu", devices=2, **arguments))
     return [as_dict(each) for each in found]
 
 
@@ -97,6 +104,29 @@ def test_sound_models_are_not_called_wrong() -> None:
         assert reason in "".join(each["reasons"]), (extra, settings)
 
 
+def verdicts(names: Sequence[str]) -> dict[str, Any]:
+    """Verifies sound models; returns their certificates."""
+    vars(runner)["RunProcesses"] = RunsHere
+    workers_import_transformers()
+    found = {}
+    for name in names:
+        sound = sound_models.SOUND[name]
+        strategy = RPCSequentialStrategy(**{"microbatches": 3, "balance": "even", **sound.options})
+        arguments = {"accelerator": "cpu", "devices": 2, "steps": 2, **sound.arguments}
+        found[name] = as_dict(verify(sound.make(), sound.loader(), strategy=strategy, **arguments))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(10))
+def test_twenty_sound_models_are_not_called_wrong(part: int) -> None:
+    assert len(sound_models.SOUND) == 20
+    names = list(sound_models.SOUND)[part::10]
+    found = run(verdicts, names, timeout_seconds=280, env=OWN_SERVER)
+    wanted = {name: EQUAL if sound_models.SOUND[name].is_equal else DOCUMENTED for name in names}
+    assert {name: each["verdict"] for name, each in found.items()} == wanted, found
+
+
 @pytest.mark.slow
 def test_faults_of_a_worker_are_found_on_its_stage() -> None:
     scaled, left_out, late, drawn = run(
@@ -126,6 +156,31 @@ def test_a_norm_over_one_stage_is_found() -> None:
     assert "norm of stage 1 (the driver) alone" in found["origin"]["what"]
 
 
+# Less than float32: the limits are four times what micro-batches alone change in one process
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_bfloat16(precision: str) -> None:
+    cases = [
+        ("none", {}),
+        ("none", {"schedule": "1f1b"}),
+        ("dropout", {"schedule": "1f1b"}),
+        ("scaled", {"schedule": "1f1b"}),
+        ("rows left out", {"checkpoint": "never"}),
+    ]
+    whole, parts, dropout, *faults = run(partial(certificates, precision=precision), cases, timeout_seconds=280)
+    assert [each["verdict"] for each in (whole, parts, dropout)] == [EQUAL, EQUAL, DOCUMENTED]
+    for each in (whole, parts, dropout):
+        assert each["precision"] == "bfloat16" and each["limit_is_measured"]
+        assert each["explained_by_microbatches"] > 0 and each["limit"] < (0.1 if precision == "bf16-mixed" else 0.18)
+    for each in faults:
+        assert (each["verdict"], each["origin"]["part"]) == (WRONG, "gradients")
+        assert each["origin"]["stage"] == "stage 0"
+        if precision == "bf16-mixed":  # otherwise the gradients of this layer are within rounding
+            assert each["origin"]["layer"] == "sequential_module.2"
+
+
 # Ranks, and the command
 
 
@@ -147,6 +202,36 @@ def test_ranks(settings: dict[str, Any]) -> None:
     assert (found["verdict"], found["reference"]) == (DOCUMENTED, "one process")  # with the masks of every rank
     assert "first rank" in found["reasons"][0]
     assert ("gradients" in found["compared"]) == ("overlap_with_ddp" not in settings)
+
+
+def with_measured_rounding() -> Any:
+    """Verifies under ZeRO in bfloat16."""
+    strategy = ZeROStrategy(stage=2)
+    arguments: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "steps": 2, "precision": "bf16-mixed"}
+    return as_dict(verify(VerifiedNet(), VerifiedData(), strategy=strategy, **arguments))
+
+
+@pytest.mark.slow
+def test_ranks_in_bfloat16() -> None:
+    found = run(with_measured_rounding, timeout_seconds=280)
+    assert (found["verdict"], found["reference"]) == (EQUAL, "one process")
+    assert found["limit_is_measured"] and found["limit"] < 0.1
+
+
+def with_replicas(extra: str, schedule: str) -> Any:
+    """Verifies two replicas of two stages."""
+    strategy = RPCSequentialStrategy([4, 3], microbatches=3, schedule=schedule, data_parallel_size=2)
+    return as_dict(verify(VerifiedNet(extra), VerifiedData(), strategy=strategy, accelerator="cpu", devices=4, steps=2))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # five runs of four processes
+@pytest.mark.parametrize("extra, schedule, verdict", [("none", "1f1b", EQUAL), ("dropout", "gpipe", DOCUMENTED)])
+def test_replicas(extra: str, schedule: str, verdict: str) -> None:
+    found = run(with_replicas, extra, schedule, timeout_seconds=580)
+    assert found["verdict"] == verdict
+    assert found["compared"]["gradients"] == {**found["compared"]["gradients"], "values": 16}
+    assert found["facts"]["balance"] == [4, 3]
 
 
 CONFIG = """
@@ -190,3 +275,75 @@ def test_the_command_writes_a_certificate_and_nothing_else(extra: str) -> None:
     assert (status, found["verdict"]) == ((0, EQUAL) if extra == "none" else (1, WRONG))
     assert f"Verdict: {found['verdict']}" in said
     assert "Callbacks that were left out: Writing." in said
+
+
+# Ranks that a launcher has started
+
+
+def torchrun(strategy: str) -> tuple[int, str, str]:
+    """Runs the command in two ranks of torchrun; returns its status, what both print, and the certificate."""
+    Path("config.yaml").write_text(CONFIG.format(extra="none"))
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "trainer"]
+    arguments = ["verify", "--config=config.yaml", "--steps=2", "--json=found.json"]
+    if strategy != "rpc_sequential":
+        arguments.append(f"--trainer.strategy={strategy}")
+    done = subprocess.run(
+        [sys.executable, *launch, *arguments],
+        env={**os.environ, "PYTHONPATH": PYTHONPATH, "PYTHONWARNINGS": "ignore"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=270,
+    )
+    assert sorted(path.name for path in Path.cwd().rglob("*")) == ["config.yaml", "found.json"], done.stdout
+    return done.returncode, done.stdout, Path("found.json").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["rpc_sequential", "zero"])
+def test_ranks_of_torchrun(strategy: str) -> None:
+    status, said, written = run(torchrun, strategy, timeout_seconds=280, allow=("tmp",))  # torchrun leaves its logs
+    assert (status, json.loads(written)["verdict"]) == (0, EQUAL), said
+    assert said.count("Verdict: ") == 1
+
+
+def tasks(extra: str) -> tuple[list[int], str]:
+    """Runs the command in two tasks of SLURM; returns the status of each, and what both print."""
+    Path("config.yaml").write_text(CONFIG.format(extra=extra))
+    variables = {
+        **{"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "relay", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"},
+        **{"SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_NODELIST": "127.0.0.1", "MASTER_PORT": str(free_port())},
+    }
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "trainer", "verify", "--config=config.yaml", "--steps=2"],
+            env={**os.environ, **variables, "PYTHONPATH": PYTHONPATH, "SLURM_PROCID": rank, "SLURM_LOCALID": rank},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in ("0", "1")
+    ]
+    said = [each.communicate(timeout=270)[0] for each in started]
+    return [each.returncode for each in started], "\n".join(said)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.slow
+def test_the_status_is_the_same_in_all_ranks() -> None:
+    statuses, said = run(tasks, "scaled", timeout_seconds=280)
+    assert statuses == [1, 1], said
+    assert said.count("Verdict: wrong") == 1
+    assert "gradients of 'sequential_module.2' on stage 0" in said
+
+
+@pytest.mark.slow
+def test_a_model_that_fails_on_a_worker_is_an_error_in_all_ranks() -> None:
+    statuses, said = run(tasks, "failing", timeout_seconds=280)
+    assert statuses == [1, 1], said
+    assert "the model does not train under RPCSequentialStrategy: ArithmeticError: only on workers" in said

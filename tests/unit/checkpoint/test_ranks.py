@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parity_trainers import alike
+from parity import alike
 from torch import nn
 
 from strategies.checkpoint import store

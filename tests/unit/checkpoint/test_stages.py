@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from answered import Answered
-from parity_trainers import alike
+from parity import alike
 from torch import nn
 from torch.optim import AdamW, Optimizer
 

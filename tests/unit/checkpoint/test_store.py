@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_job import write_shards
-from parity_trainers import alike
+from parity import alike
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 

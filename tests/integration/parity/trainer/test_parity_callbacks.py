@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from harness import run
-from parity import Small, batches
-from parity_trainers import Make, alike, everywhere, state_of
+from parity import Small, alike, batches
+from parity_trainers import Make, everywhere, state_of
 from pytorch_lightning import Callback
 from pytorch_lightning.callbacks import (
     DeviceStatsMonitor,

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from harness import run
-from parity import WIDTH, Small, small_layers
+from parity import WIDTH, Small, alike, small_layers
 from parity_layers import Limited
-from parity_trainers import Make, alike, everywhere, state_of
+from parity_trainers import Make, everywhere, state_of
 from pytorch_lightning import Callback
 from pytorch_lightning.callbacks import BatchSizeFinder, LearningRateFinder
 from pytorch_lightning.tuner import Tuner

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 from harness import run
-from parity import WIDTH, Small, batches
+from parity import WIDTH, Small, alike, batches
 from parity_layers import Limited, Noting
-from parity_trainers import Make, alike, everywhere, state_of
+from parity_trainers import Make, everywhere, state_of
 from pytorch_lightning import Callback
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss

@@ -11,7 +11,7 @@ import pytest
 import schedulefree
 import torch
 from harness import run
-from parity import WIDTH, Small, _alike, _even, batches, check, fit
+from parity import WIDTH, Small, _even, alike, batches, check, fit
 from parity_parts import Branches, Doubled, TracedAdamW, TracedSGD
 from torch import Tensor, nn, optim
 from torch.nn.functional import mse_loss
@@ -236,10 +236,10 @@ def schedule_free() -> None:
             single, pipeline = check(partial(Averaged, make, folder), stages=(2,), val=batches, strategy=strategy)
         assert len(single.model.saved) == 2
         for ours, theirs in zip(pipeline.model.saved, single.model.saved, strict=True):
-            _alike(ours["state_dict"], theirs["state_dict"], 1e-9, "state_dict")
+            alike(ours["state_dict"], theirs["state_dict"], 1e-9, "state_dict")
             (one,), (other,) = ours["optimizer_states"], theirs["optimizer_states"]
             assert one["param_groups"] == other["param_groups"]
-            _alike(one["state"], other["state"], 1e-9, "optimizer state")
+            alike(one["state"], other["state"], 1e-9, "optimizer state")
 
 
 def test_optimizers_with_modes() -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 import weight_averaging_job
 from harness import run
-from parity import Small, batches
-from parity_trainers import Make, alike, everywhere, state_of
+from parity import Small, alike, batches
+from parity_trainers import Make, everywhere, state_of
 from pytorch_lightning.callbacks import (
     EMAWeightAveraging,
     ModelCheckpoint,

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from harness import run
-from parity import WIDTH, Small, batches, fit
-from parity_trainers import Make, alike, everywhere
+from parity import WIDTH, Small, alike, batches, fit
+from parity_trainers import Make, everywhere
 from pytorch_lightning import Callback
 from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.utilities import grad_norm

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from verified_nets import FAULTS, PlantedStrategy, VerifiedData, VerifiedNet
 
 from trainer import Trainer
@@ -18,8 +19,10 @@ from trainer.verification.process import (
     Execution,
     VerifiedJob,
     draw_batches,
+    read_job,
     run_execution,
     trainer_of_run,
+    write_job,
 )
 from trainer.verification.record import RunRecord
 
@@ -88,6 +91,19 @@ def test_a_planted_fault_is_found_and_attributed(name: str, folder: Path) -> Non
     assert (found.origin.part, found.origin.layer, found.origin.step) == (fault.part, fault.layer, fault.step)
     assert fault.what in found.origin.what
     assert found.origin.advice
+
+
+def test_a_model_with_parametrized_layers_is_sent_to_its_process(tmp_path: Path) -> None:
+    model = VerifiedNet()
+    torch.nn.utils.parametrizations.weight_norm(model.sequential_module[4])
+    write_job(tmp_path, job(model))
+    sent = read_job(tmp_path).model
+    assert torch.equal(sent.sequential_module[4].weight, model.sequential_module[4].weight)
+    assert sent.state_dict().keys() == model.state_dict().keys()
+
+
+def test_there_are_forty_faults() -> None:
+    assert len(FAULTS) == 40
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", pytest.param("SGD", marks=pytest.mark.slow)])

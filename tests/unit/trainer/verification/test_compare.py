@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -67,8 +68,18 @@ def test_what_micro_batches_make_of_rounding_is_the_limit_where_parts_are_in_flo
     mixed = rounding_of("64-true", "float32")
     assert mixed.measured(0.0).relative == pytest.approx(1e-9)
     assert mixed.measured(1e-5).relative == pytest.approx(1e-2 * mixed.relative)
-    assert mixed.measured(0.1) == mixed
+    assert mixed.measured(0.1).relative == mixed.relative
     assert EXACT.measured(0.0) == EXACT
+
+
+@pytest.mark.parametrize("narrowest, safety", [("bfloat16", 4), ("float16", 4), ("float32", 100)])
+def test_limits_in_less_than_float64_are_a_multiple_of_what_micro_batches_change(narrowest: str, safety: int) -> None:
+    largest = rounding_of("", narrowest)
+    measured = largest.measured(0.1 / safety)
+    assert measured.relative == pytest.approx(0.1 * largest.relative) and measured.is_measured
+    assert measured.noise == pytest.approx(0.1 * largest.noise)
+    assert largest.measured(0.0).relative == pytest.approx(largest.least * largest.relative)
+    assert largest.measured(1.0).relative == largest.relative
 
 
 @pytest.mark.parametrize("missing", [tensor(1, 1), tensor(1, 1, math.nan), tensor(1, math.inf, 1)])
@@ -88,13 +99,25 @@ def test_what_is_missing_or_too_much_is_wrong() -> None:
 
 class Plain:
     def __init__(self, number: int) -> None:
-        self.number = number
+        self.number, self.tensor, self.array, self.own = number, tensor(number), numpy.array([number]), self
 
 
-def test_objects_are_compared_by_what_they_hold() -> None:
-    ours, theirs = record(checkpoint={"object": Plain(1)}), record(checkpoint={"object": Plain(1)})
-    assert wrong(ours, theirs) == []
-    assert wrong(ours, record(checkpoint={"object": Plain(2)})) == [("checkpoint", "object")]
+@pytest.mark.parametrize("wrapped", [lambda n: [n], lambda n: [numpy.array([n])], lambda n: [tensor(n)]])
+def test_objects_are_compared_by_what_they_hold(wrapped: Any) -> None:
+    one, other, more = (record(checkpoint=leaves({"object": Plain(n), "more": wrapped(n)})) for n in (1, 1, 2))
+    assert wrong(one, other) == []
+    parts = ["object.number", "object.tensor", "object.array", "more.0"]
+    assert wrong(one, more) == [("checkpoint", part) for part in parts]
+
+
+def test_a_loss_too_many_is_wrong() -> None:
+    assert wrong(record(losses=[1.0, 1.0]), record()) == [("losses", "number of losses")]
+
+
+def test_hyperparameters_are_compared_in_units_of_their_size() -> None:
+    ours, theirs = record(), record()
+    ours.steps[0].hyperparameters, theirs.steps[0].hyperparameters = {"0.0.lr": 1.1e-3}, {"0.0.lr": 1e-3}
+    assert wrong(ours, theirs, rounding_of("bf16-true", "bfloat16").measured(0.0)) == [("hyperparameters", "0.0.lr")]
 
 
 def test_integers_are_compared_exactly() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pytorch_lightning import LightningModule
 from pytorch_lightning.callbacks import EarlyStopping, EMAWeightAveraging
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
@@ -13,7 +14,7 @@ from verified_nets import VerifiedData, VerifiedNet, Writing
 
 from strategies import Recovery, RPCSequentialStrategy, ZeROStrategy
 from trainer import Trainer, verify
-from trainer.verification.blocks import check_blocks, shorten
+from trainer.verification.blocks import check_blocks, is_built_later, shorten, shorten_when_built
 from trainer.verification.certificate import EQUAL, WRONG, Certificate, FirstDifference
 from trainer.verification.certificate_report import as_dict, lines_of, print_certificate, write_certificate
 from trainer.verification.compare import rounding_of
@@ -31,7 +32,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no batches": ({"datamodule": None}, "VerifiedNet has no train_dataloader"),
     "hosts": ({"num_nodes": 2, "strategy": "ddp"}, "one host, got num_nodes=2"),
     "sync_batchnorm": ({"sync_batchnorm": True, "strategy": "ddp"}, "cannot compare sync_batchnorm=True"),
-    "blocks": ({"blocks": 9}, "blocks=9, but 'sequential_module' has 1 block in a row; give 1 to 1"),
+    "blocks": ({"blocks": 9}, "no two of its 7 layers in a row are alike"),
     "json": ({"json": "nowhere/found.json"}, "there is no folder"),
 }
 
@@ -50,14 +51,6 @@ def test_refused_before_a_process_starts(name: str, monkeypatch: pytest.MonkeyPa
     }
     with pytest.raises(MisconfigurationException, match=message):
         verify(**arguments)
-
-
-def test_refused_within_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = Trainer(accelerator="cpu", devices=2, strategy="rpc_sequential", logger=False)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    with pytest.raises(MisconfigurationException, match="without torchrun or srun"):
-        trainer.verify(VerifiedNet(), VerifiedData())
 
 
 def test_no_model() -> None:
@@ -121,10 +114,59 @@ def test_a_shorter_list_of_blocks() -> None:
     shorten(mixed, "body.layers", 2)
     assert [type(layer).__name__ for layer in mixed.body.layers] == ["Embedding", "Linear", "Linear", "Linear"]
     assert [layer.out_features for layer in list(mixed.body.layers)[1:]] == [2, 2, 3]
+    with pytest.raises(
+        MisconfigurationException, match=r"'body.layers' has 5 blocks that are alike in a row; give 1 to 5"
+    ):
+        check_blocks(Blocks(), "body.layers", 6)
+    with pytest.raises(
+        MisconfigurationException, match=r"leaves 1 layer in 'body.layers' for 3 stages; give at least 3"
+    ):
+        check_blocks(Blocks(), "body.layers", 1, 3)
     with pytest.raises(MisconfigurationException, match="'body' of Blocks is Module"):
         check_blocks(model, "body", 1)
     with pytest.raises(MisconfigurationException, match="'heads' of Blocks is not there"):
         check_blocks(model, "heads", 1)
+
+
+def test_layers_that_repeat_in_groups_are_shortened() -> None:
+    model = Blocks()
+    groups = [layer for _ in range(6) for layer in (nn.Linear(2, 2), nn.ReLU())]
+    model.body.layers = nn.Sequential(nn.Linear(3, 2), *groups, nn.Linear(2, 4))
+    shorten(model, "body.layers", 2)
+    kinds = ["Linear", *["Linear", "ReLU"] * 2, "Linear"]
+    assert [type(layer).__name__ for layer in model.body.layers] == kinds
+    assert model.body.layers(torch.ones(1, 3)).shape == (1, 4)
+    model.body.layers = nn.Sequential(nn.Linear(3, 2), *groups)
+    with pytest.raises(MisconfigurationException, match="6 groups of 2 layers that are alike in a row; give 1 to 6"):
+        check_blocks(model, "body.layers", 7)
+
+
+class Later(LightningModule):
+    """Its blocks are large enough to be recorded, and made in ``configure_model``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers: nn.Module | None = None
+
+    def configure_model(self) -> None:
+        if self.layers is None:
+            self.layers = nn.Sequential(nn.Linear(3, 90), *(nn.Linear(90, 90) for _ in range(5)), nn.Linear(90, 2))
+
+
+def test_blocks_of_configure_model_have_the_values_of_the_whole_model() -> None:
+    torch.manual_seed(0)
+    whole, short = Later(), Later()
+    whole.configure_model()
+    assert is_built_later(short, None) and not is_built_later(whole, None)
+    shorten_when_built(short, None, 2, is_pipeline=False)
+    torch.manual_seed(0)
+    for _ in range(2):  # Lightning calls the hook for fit and for predict
+        short.configure_model()
+    wanted = whole.layers.state_dict()
+    kept = ["0", "1", "2", "6"]
+    assert [type(layer).__name__ for layer in short.layers] == ["Linear"] * 4
+    for layer, name in zip(short.layers, kept, strict=True):
+        assert torch.equal(layer.weight, wanted[f"{name}.weight"])
 
 
 # What it says
