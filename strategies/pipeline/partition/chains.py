@@ -11,9 +11,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from strategies.common.patching import unchanged
+from strategies.pipeline.stage.layers import preserved_random_state
 
 
 def chains_of(model: nn.Module, paths: Sequence[str]) -> list[tuple[str, ...]]:
@@ -37,7 +39,7 @@ def chains_of(model: nn.Module, paths: Sequence[str]) -> list[tuple[str, ...]]:
     own = {path[len(start) :]: path for path in paths}
     traced = {outer.get_submodule(".".join(name.split(".")[:n])) for name in own for n in range(name.count(".") + 1)}
     try:
-        with unchanged(model.modules()):
+        with preserved_random_state(torch.device("cpu")), unchanged(model.modules()):
             graph = _Tracer(traced).trace(outer)
     except Exception:  # code of the user, which may not be made for tracing
         return apart

@@ -39,6 +39,13 @@ def test_what_is_called_one_after_another(
     assert chains_of(whole, paths[:1]) == [("net.first",)]
 
 
+def test_tracing_leaves_the_random_state() -> None:
+    net = Net(lambda net, x: net.second(net.first(x + torch.randn(1))))
+    before = torch.get_rng_state()
+    assert chains_of(net, ["first", "second"]) == [("first", "second")]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_parts_of_different_modules() -> None:
     whole = nn.Sequential(Net(lambda net, x: net.first(x)), Net(lambda net, x: net.second(x)))
     assert chains_of(whole, ["0.first", "1.second"]) == [("0.first", "1.second")]
