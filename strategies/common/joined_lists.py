@@ -1,7 +1,8 @@
 """Several lists of layers as one sequence, which a pipeline divides and trains like one list."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -99,6 +100,8 @@ def parts_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return module.parts if isinstance(module, JoinedLists) else [("", module)]
 
 
-def layers_now(module: nn.Module) -> Sequence[nn.Module | None]:
-    """Return the layers that a pipelined module, or the model with several lists, has now."""
-    return module.current if isinstance(module, JoinedLists) else list(module._modules.values())
+def layers_now(module: nn.Module) -> Callable[[], Sequence[nn.Module | None]]:
+    """Return a function that returns the layers which a pipelined module, or the model with several lists, then has."""
+    if isinstance(module, JoinedLists):
+        return lambda: module.current
+    return partial(list[nn.Module | None], module._modules.values())

@@ -205,8 +205,10 @@ def alike(actual: Any, expected: Any, tolerance: float = 1e-9, where: str = "") 
 
 def assert_equal(actual: RunRecord, expected: RunRecord, tolerance: float) -> None:
     """Asserts that two records are equal to rounding, by the comparison of ``trainer.verify``."""
-    wrong = wrong_ones(findings(actual, expected, Rounding(tolerance, tolerance, f"{tolerance}")))
-    told = (f"{each.part} {each.name}: {each.actual}, but {each.expected} is expected" for each in wrong[:5])
+    wrong = wrong_ones(findings(actual, expected, Rounding(tolerance, tolerance, f"{tolerance}", absolute=tolerance)))
+    told = (
+        f"{each.part} {each.name}: {each.actual}, but {each.expected} is expected, {each.size}" for each in wrong[:5]
+    )
     assert not wrong, "\n".join(told)
 
 

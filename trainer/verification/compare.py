@@ -52,6 +52,7 @@ class Rounding:
             measured; 0 if these limits do not depend on a measurement.
         least: The share of these limits that is allowed even if micro-batches cause no difference.
         is_measured: Whether these limits come from a measurement.
+        absolute: Allowed for each real value in addition, whatever its size.
     """
 
     relative: float
@@ -60,6 +61,7 @@ class Rounding:
     safety: float = 0.0
     least: float = 1.0
     is_measured: bool = False
+    absolute: float = 0.0
 
     @property
     def is_exact(self) -> bool:
@@ -285,7 +287,8 @@ class _Comparison:
             return Finding(step, part, name, size, size, 0.0, mine, other)
         size = abs(mine - other)
         relative = size / max(abs(other), 1e-300) if size else 0.0
-        return Finding(step, part, name, size, relative, self._rounding.relative * scale, mine, other)
+        limit = self._rounding.relative * scale + self._rounding.absolute
+        return Finding(step, part, name, size, relative, limit, mine, other)
 
     def _tensor(self, step: int | None, part: str, name: str, mine: Any, other: Any, limit: float) -> Finding:
         if not (isinstance(mine, Tensor) and isinstance(other, Tensor)):
@@ -306,7 +309,8 @@ class _Comparison:
             moved = _max(two - self._expected.initial[name].to(kind))
             apart = (apart - 2 * moved * self._is_noise[name]).clamp_min(0)
         size = float(apart.max()) if not apart.isnan().any() else math.inf
-        return Finding(step, part, name, size, size / max(_max(other), 1e-300) if size else 0.0, limit, mine, other)
+        relative = size / max(_max(other), 1e-300) if size else 0.0
+        return Finding(step, part, name, size, relative, limit + self._rounding.absolute, mine, other)
 
 
 class _Nothing:

@@ -110,15 +110,16 @@ class Executor(NotCopyable):
             for layers, (first, stop) in zip(lists_of(parts.module), pairwise(ends), strict=True)
         ]
         """The driver's connections to each list of layers."""
-        self._told: set[Hashable] = set()
-        """The programs whose rows have been sent to the stages."""
+        self._told: dict[Hashable, Program] = {}
+        """The programs whose rows have been sent to the stages, by their names."""
         self.mirrors = [
             Mirror(layers, remote.description) for layers, remote in zip(parts.stages, parts.remotes, strict=False)
         ]
         """For each worker, the modes, flags and attributes of its layers that were last sent to it."""
         self.side_outputs = Placeholders(parts.stages)
         """The stand-ins for tensors that layers store in their attributes."""
-        self._children = layers_now(parts.module)
+        self._layers_now = layers_now(parts.module)
+        self._layers = self._layers_now()
         self._num_passes = self._num_backward = self._num_averaged = 0
         self.current = -1
         """Number of the current or most recent pass."""
@@ -144,7 +145,7 @@ class Executor(NotCopyable):
             gathers: Whether gradients are kept separate from ``.grad`` until they are released.
             list_number: The list of layers that the pass runs through.
         """
-        if layers_now(self.module) != self._children:
+        if self._layers_now() != self._layers:
             raise RuntimeError(
                 "the layers of the pipelined module are not those with which the pipeline started; layers cannot be "
                 "replaced during a run. Change the model before fit, or in configure_model."
@@ -185,13 +186,13 @@ class Executor(NotCopyable):
             code: The code that this process runs between its actions.
         """
         self.current, name = this.number, (part, this.microbatches, this.list_number)
-        program: Program = self.programs.of(*name)
+        program = self._told.get(name) or self.programs.of(*name)
         this = replace(this, limit=program.limit)
         for remote, row in zip(self.remotes, program.operations, strict=False):
             if name not in self._told:
                 remote.send(StageCommands.learn, name, row)
             remote.send(StageCommands.run, this, name)
-        self._told.add(name)
+        self._told[name] = program
         self.stage.run(program.operations[-1], this, code)
 
     @contextmanager

@@ -36,12 +36,12 @@ def test_layers_are_taken_out_of_the_model() -> None:
 def test_a_replaced_layer_is_seen() -> None:
     whole = model()
     joined = JoinedLists(whole, [["down"], ["up"]])
-    assert layers_now(joined) == [*joined]
+    assert layers_now(joined)() == [*joined]
     whole.up[0] = nn.Linear(3, 2)
-    assert layers_now(joined) != [*joined]
+    assert layers_now(joined)() != [*joined]
 
 
 def test_a_single_module_is_one_list() -> None:
     layers = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
     assert lengths_of(layers) == [2] and lists_of(layers) == [[*layers]] and parts_of(layers) == [("", layers)]
-    assert layers_now(layers) == [*layers]
+    assert layers_now(layers)() == [*layers]

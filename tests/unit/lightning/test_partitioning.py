@@ -44,7 +44,7 @@ def found(model: pl.LightningModule, path: str, given: Any = None, by_time: bool
     return find_balance(
         model,
         model.get_submodule(path),
-        path=path,
+        path=repr(path),
         num_stages=2,
         num_chunks=2,
         given=given,
