@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from repair_job import Kills, Net, differences, fit
+from repair_job import MAX_RESTARTS, Kills, Net, differences, fit
 from torch import Tensor
+
+from strategies import Recovery
 
 REPLICAS, STAGES = 2, 2
 
@@ -94,7 +96,10 @@ CASES: dict[str, Case] = {
         [(STEPS, 1), (BETWEEN, 3)],
     ),
     "verified": (
-        {"accumulate_grad_batches": 1, "options": {"shard_optimizer_states": True, "verify_every_n_steps": 2}},
+        {
+            "accumulate_grad_batches": 1,
+            "options": {"shard_optimizer_states": True, "recovery": Recovery(MAX_RESTARTS, verify_every_n_steps=2)},
+        },
         [(STEPS, 1)],
     ),
     "between": ({"accumulate_grad_batches": 1}, [(BETWEEN, 1), (BETWEEN, 4)]),
@@ -124,7 +129,7 @@ def main(folder: Path, name: str) -> None:
     options, cases = {**CASES, **LAUNCHED}[name]
     settings = {"net": ReplicaNet, "stages": STAGES, "replicas": REPLICAS, **options}
     repaired = [fit(kills[rank], every_n_steps, **settings) for kills, every_n_steps in cases]
-    settings["options"] = {**settings.get("options", {}), "verify_every_n_steps": 0}
+    settings["options"] = {name: each for name, each in settings.get("options", {}).items() if name != "recovery"}
     expected = fit({}, 0, **settings)  # last: whether ranks of torchrun replace workers is decided by the first fit
     answers = [(differences(found, expected), found["repairs"]) for found in repaired]
     (folder / str(rank)).write_bytes(pickle.dumps(answers))
