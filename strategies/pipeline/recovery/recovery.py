@@ -69,6 +69,8 @@ class Recoverer:
         self._num_steps = self._steps_at_snapshot = self._num_updates = 0
         self._verified_from: Snapshot | None = None
         """The snapshot from which the present step is computed a second time; ``None`` if it is not verified."""
+        self._round = 0
+        """How often the replicas had replaced their workers when the present step began."""
 
     def start(self) -> None:
         """Take the first snapshot, and replace lost workers from now on."""
@@ -151,6 +153,7 @@ class Recoverer:
     def _begin(self, snapshot: Snapshot) -> None:
         """Begin a step, just after a snapshot."""
         self._verified_from = snapshot if self._is_next_verified else None
+        self._round = 0 if self._together is None else self._together.round
         if self._verified_from is not None:
             for remote in self._remotes:
                 remote.send(StageCommands.start_journal)
@@ -159,15 +162,19 @@ class Recoverer:
         self._verified_from = None
         end = self._take_snapshot()
         self._complete()
-        failures = self._log.failures
+        failures, found = self._log.failures, None
         try:
             with self._log.lock:
-                comparisons, differences = self._computed_again(begin)
+                # Workers of the replicas average gradients in the second computation, too. If a worker has been lost
+                # since the step began, a replica may have given up the second computation, so all of them do.
+                if self._together is None or self._together.round == self._round:
+                    found = self._computed_again(begin)
         except Exception as error:
             self._log.overcome(failures, error)
+        if found is None:
             warnings.warn("A step could not be verified, because a worker was lost meanwhile.", stacklevel=2)
         else:
-            check_repeated(self._remotes, comparisons, differences)
+            check_repeated(self._remotes, *found)
         self._begin(end)
 
     def _computed_again(self, begin: Snapshot) -> tuple[list[Comparison], list[NotRepeated]]:

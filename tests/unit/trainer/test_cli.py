@@ -264,7 +264,7 @@ MISTAKES: dict[str, tuple[Callable[..., list[str]], tuple[str, ...], str]] = {
         (),
         "steps must be a whole number of at least 1, got 0.",
     ),
-    "no model": (lambda: ["fit"], (), "the following arguments are required: fit.model. Give a configuration with --config=FILE"),
+    "no model": (lambda: ["fit"], (), "the following arguments are required: fit.model. Give a configuration with "),
 }
 
 
