@@ -69,6 +69,7 @@ def pytest_collection() -> Iterator[Any]:
 
 
 _LONGEST = (
+    "test_verify",
     *("test_readme_commands", "test_rank_recovery", "test_launch", "test_parity_schedules", "test_zero"),
     "test_repair",
     *(

@@ -117,8 +117,9 @@ def verdicts(names: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(10))
+@pytest.mark.parametrize(
+    "part", [pytest.param(part, marks=pytest.mark.slow if part < 2 else pytest.mark.nightly) for part in range(10)]
+)
 def test_twenty_sound_models_are_not_called_wrong(part: int) -> None:
     assert len(sound_models.SOUND) == 20
     names = list(sound_models.SOUND)[part::10]
@@ -159,8 +160,10 @@ def test_a_norm_over_one_stage_is_found() -> None:
 # Less than float32: the limits are four times what micro-batches alone change in one process
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize(
+    "precision",
+    [pytest.param("bf16-mixed", marks=pytest.mark.slow), pytest.param("bf16-true", marks=pytest.mark.nightly)],
+)
 def test_bfloat16(precision: str) -> None:
     cases = [
         ("none", {}),
@@ -195,8 +198,15 @@ def with_ranks(settings: dict[str, Any]) -> Any:
     return as_dict(found)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("settings", [{}, {"stage": 1}, {"stage": 2, "overlap_with_ddp": True}, {"stage": 3}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, marks=pytest.mark.nightly),
+        pytest.param({"stage": 1}, marks=pytest.mark.nightly),
+        pytest.param({"stage": 2, "overlap_with_ddp": True}, marks=pytest.mark.slow),
+        pytest.param({"stage": 3}, marks=pytest.mark.nightly),
+    ],
+)
 def test_ranks(settings: dict[str, Any]) -> None:
     found = run(with_ranks, settings, timeout_seconds=280)
     assert (found["verdict"], found["reference"]) == (DOCUMENTED, "one process")  # with the masks of every rank
@@ -211,7 +221,7 @@ def with_measured_rounding() -> Any:
     return as_dict(verify(VerifiedNet(), VerifiedData(), strategy=strategy, **arguments))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_in_bfloat16() -> None:
     found = run(with_measured_rounding, timeout_seconds=280)
     assert (found["verdict"], found["reference"]) == (EQUAL, "one process")
@@ -224,9 +234,14 @@ def with_replicas(extra: str, schedule: str) -> Any:
     return as_dict(verify(VerifiedNet(extra), VerifiedData(), strategy=strategy, accelerator="cpu", devices=4, steps=2))
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)  # five runs of four processes
-@pytest.mark.parametrize("extra, schedule, verdict", [("none", "1f1b", EQUAL), ("dropout", "gpipe", DOCUMENTED)])
+@pytest.mark.parametrize(
+    "extra, schedule, verdict",
+    [
+        pytest.param("none", "1f1b", EQUAL, marks=pytest.mark.slow),
+        pytest.param("dropout", "gpipe", DOCUMENTED, marks=pytest.mark.nightly),
+    ],
+)
 def test_replicas(extra: str, schedule: str, verdict: str) -> None:
     found = run(with_replicas, extra, schedule, timeout_seconds=580)
     assert found["verdict"] == verdict
@@ -299,8 +314,10 @@ def torchrun(strategy: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, Path("found.json").read_text()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["rpc_sequential", "zero"])
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param("rpc_sequential", marks=pytest.mark.slow), pytest.param("zero", marks=pytest.mark.nightly)],
+)
 def test_ranks_of_torchrun(strategy: str) -> None:
     status, said, written = run(torchrun, strategy, timeout_seconds=280, allow=("tmp",))  # torchrun leaves its logs
     assert (status, json.loads(written)["verdict"]) == (0, EQUAL), said
