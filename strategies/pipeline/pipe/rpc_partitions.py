@@ -161,7 +161,9 @@ class _Executor(Executor):
         list_number: int = 0,
     ) -> Pass:
         assert self.this is not None
-        this = super().begin(microbatches, grad=grad, context=self.this.context, gathers=gathers)
+        this = super().begin(
+            microbatches, grad=grad, context=self.this.context, gathers=gathers, list_number=list_number
+        )
         return replace(this, seed=self.this.seed, recomputed=self.this.recomputed if grad else 0)
 
     def run(self, part: str, this: Pass, code: DriverCode) -> None:
