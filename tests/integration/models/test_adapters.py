@@ -11,10 +11,9 @@ import pytest
 import torch
 from adapter_parts import Adapted, base_model, loader
 from harness import run
-from parity import Outcome, compare, fit
+from parity import Outcome, compare, fit, one_device
 from peft import PeftModel
 from pytorch_lightning import Callback
-from pytorch_lightning.strategies import SingleDeviceStrategy
 from safetensors.torch import load_file
 from scripts import Script
 
@@ -77,7 +76,7 @@ def equal(actual: Outcome, expected: Outcome) -> None:
 def adapters_in_files() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        single, of_single = trained(SingleDeviceStrategy("cpu"), 1, folder / "single")
+        single, of_single = trained(one_device(), 1, folder / "single")
         whole, of_whole = trained(pipeline(), 2, folder / "whole")
         compare(whole, single)
         adapters = [*whole.model.trained]
@@ -161,7 +160,7 @@ def sweep() -> dict[str, list[list[int]]]:
 
 
 def gradients_on_workers(make: Callable[[], Adapted]) -> list[list[int]]:
-    single = fit(make, SingleDeviceStrategy("cpu"), 1, train=loader)
+    single = fit(make, one_device(), 1, train=loader)
     counted = []
     for stages, schedule in ((2, "1f1b"), (3, "gpipe")):
         looks = LooksAtWorkers()

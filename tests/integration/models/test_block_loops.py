@@ -8,9 +8,8 @@ import block_loops
 import pytest
 import torch
 from harness import run
-from parity import batches, compare, fit
+from parity import batches, compare, fit, one_device
 from pytorch_lightning import LightningModule
-from pytorch_lightning.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import DataLoader
@@ -62,7 +61,7 @@ def equal_one_process() -> list[str]:
     """Returns what differs, or is refused."""
     wrong = []
     for kind, path, schedule in LOOPS:
-        single = trained(kind, SingleDeviceStrategy("cpu"), 1)
+        single = trained(kind, one_device(), 1)
         strategy = RPCSequentialStrategy(schedule=schedule, microbatches=3, balance="even", module=path)
         try:
             compare(trained(kind, strategy, 2), single)
@@ -151,7 +150,7 @@ def split_strategy(schedule: str) -> Any:
 
 def blocks_called_by_a_step() -> None:
     make = partial(Encoder, pairs, in_turn)
-    single = fit(make, SingleDeviceStrategy("cpu"), 1, max_epochs=1)
+    single = fit(make, one_device(), 1, max_epochs=1)
     outcome = fit(make, split_strategy("gpipe"), 2, max_epochs=1)
     compare(outcome, single)  # also what was logged
     assert outcome.metrics["num_calls"] == len(single.losses)

@@ -43,7 +43,8 @@ class Blocks(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.embed(x).unflatten(-1, (4, WIDTH))
         condition, before = self.condition(x)[:, None], None
-        masks = {"a": (x[:, None, :4] > -0.5) | torch.eye(4, dtype=torch.bool), "b": torch.ones(1, 4, 4).bool()}
+        eye = torch.eye(4, dtype=torch.bool, device=x.device)
+        masks = {"a": (x[:, None, :4] > -0.5) | eye, "b": torch.ones_like(eye)[None]}
         left = []
         for layer in self.layers[: len(self.layers)]:
             hidden, before, nothing = layer(hidden, condition, before, bias=self.bias, mask=masks[layer.kind])

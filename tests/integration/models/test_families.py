@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from harness import OWN_SERVER, run
 from model_families import FAMILIES, SIZES, Family, Trained, workers_import_transformers
-from parity import compare, fit
+from parity import compare, fit, one_device
 from paths import ROOT
-from pytorch_lightning.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader
 
 from strategies import RPCSequentialStrategy
@@ -37,7 +36,7 @@ def equal_one_process(names: Sequence[str], stages: Sequence[int], *schedules: S
     for number, (family, devices) in enumerate(zip(families, stages, strict=True)):
         data = partial(loader, family)
         settings: dict[str, Any] = {"train": data, "val": data, "max_epochs": 1}
-        single = fit(partial(Trained, family.make), SingleDeviceStrategy("cpu"), 1, **settings)
+        single = fit(partial(Trained, family.make), one_device(), 1, **settings)
         path = f"model.{family.path}"
         for schedule in schedules[number % len(schedules)]:
             strategy = RPCSequentialStrategy(

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from adapter_parts import Adapted, Counts, loader
 from harness import run
-from parity import compare, fit
-from pytorch_lightning.strategies import SingleDeviceStrategy
+from parity import compare, fit, one_device
 from torch import nn
 
 from strategies import RPCSequentialStrategy
@@ -53,7 +52,7 @@ def trained(cases: list[tuple[str, bool]]) -> None:
     messages, log = Messages(), logging.getLogger("pytorch_lightning.utilities.rank_zero")
     log.addHandler(messages)
     log.setLevel(logging.INFO)
-    single = fit(partial(Counted, True), SingleDeviceStrategy("cpu"), 1, train=loader)
+    single = fit(partial(Counted, True), one_device(), 1, train=loader)
     assert single.model.runs == [2 * 2 * BATCHES] * 4
     for mode, use_reentrant in cases:
         messages.texts.clear()

@@ -9,9 +9,8 @@ import pytest
 import torch
 from harness import OWN_SERVER, run
 from model_families import FAMILIES, SIZES, Family, workers_import_transformers
-from parity import compare, fit
+from parity import compare, fit, one_device
 from pytorch_lightning import LightningModule
-from pytorch_lightning.strategies import SingleDeviceStrategy
 from torch import Tensor
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
@@ -149,7 +148,7 @@ def equal_one_process() -> dict[str, str]:
     workers_import_transformers()
     wrong = {}
     for name, (family, kind, schedule, path) in EQUAL.items():
-        single = trained(BY_NAME[family], kind, SingleDeviceStrategy("cpu"), 1)
+        single = trained(BY_NAME[family], kind, one_device(), 1)
         strategy = RPCSequentialStrategy(schedule=schedule, microbatches=2, balance="even", module=path)
         try:
             outcome = trained(BY_NAME[family], kind, strategy, 2)

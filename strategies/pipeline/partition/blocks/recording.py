@@ -83,7 +83,6 @@ class RecordedCalls:
         """
         self._check_order(name)
         block = dotted(self._path, name)
-        self._check_settings(block)
         leaves, spec = tree_flatten((args, kwargs))
         arguments = _arguments_of(args, kwargs, len(leaves))
         has_objects = False
@@ -109,6 +108,7 @@ class RecordedCalls:
                 self._last_use[slot] = name
                 self._users.setdefault(slot, (block, arguments[place]))
                 template[place] = TableEntry(slot)
+        self._check_settings(block)
         call = BlockCall(tree_unflatten(template, spec), None, fixed, has_objects, [], **self._capture(name, args))
         if not self._calls:
             self.hidden_slot = self._hidden_slot(kwargs, given)
@@ -207,7 +207,7 @@ class RecordedCalls:
 
     def _check_settings(self, block: str) -> None:
         """Check that all blocks run under the same settings, and that no ``torch.utils.checkpoint`` calls the first."""
-        settings = torch.is_grad_enabled(), PassContext.capture(self._device_type())
+        settings = torch.is_grad_enabled(), PassContext.capture(self.device.type)
         if self._settings is None:
             self._settings = settings
             _refuse_checkpoint_around(block)
@@ -229,9 +229,6 @@ class RecordedCalls:
         for made in self._outputs:
             if (deferred := made()) is not None:
                 deferred.value = torch.zeros(self.shapes[deferred.slot], dtype=deferred.dtype, device=self.device)
-
-    def _device_type(self) -> str:
-        return next((leaf.device.type for leaf in self.table if isinstance(leaf, Tensor)), "cpu")
 
     def _check_unchanged(self, slot: int) -> None:
         """Check that the model has not changed a tensor in place since a block first got it."""

@@ -220,7 +220,7 @@ class Averaged(Small):
             consolidate(path, path := path.with_suffix(".whole"))
         self.saved.append(torch.load(path, weights_only=True))
         for name, value in self.saved[-1]["state_dict"].items():
-            assert not torch.equal(value, training[name]), name
+            assert not torch.equal(value.cpu(), training[name].cpu()), name
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """After weights and states have been gathered; in one process they are the model's own tensors."""

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from strategies.pipeline.partition.blocks.recorder import DeferredBlocks
+from strategies.pipeline.partition.blocks.recording import RecordedCalls
 from strategies.pipeline.partition.sequential import cut
 from strategies.pipeline.stage.microbatch.split import NoChunk, merge, split
 
@@ -226,6 +228,16 @@ def test_what_cannot_be_deferred_is_refused(run: Callable[..., Any], message: st
     model = Loop([Block() for _ in range(3)], run)
     with deferred(model, [1, 2]), pytest.raises(RuntimeError, match=message):
         model(X)
+
+
+def test_blocks_on_a_gpu_run_under_the_same_settings() -> None:
+    names = ["0", "1"]
+    blocks = nn.ModuleList(Block() for _ in names)
+    recording = RecordedCalls("blocks", names, blocks)
+    with FakeTensorMode():
+        value = torch.empty(2, 4, device="cuda")
+        recording.record("0", (value,), {}, lambda name, args, kwargs, leaves: (args[0], False))
+        assert recording.record("1", (recording.last_output(),), {}, lambda *args: pytest.fail("the last block"))
 
 
 class KeyValueCache:
