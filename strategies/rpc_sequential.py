@@ -293,11 +293,6 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
 
     # Before a run
 
-    def _check_devices(self) -> None:
-        super()._check_devices()
-        for feature in self.features:
-            feature.check_launch(self)
-
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """Context in which a model is built without memory for its large tensors; each process builds its stage later.

@@ -223,7 +223,7 @@ class Pipeline(NotCopyable):
         together: Connects to the store through which the drivers of all replicas agree on replacements.
 
     Raises:
-        ValueError: If lost workers cannot be replaced on these devices or over this data plane.
+        ValueError: If lost workers cannot be replaced on this system or over this data plane.
     """
 
     def __init__(
@@ -284,7 +284,7 @@ class Pipeline(NotCopyable):
         self._recovery_settings, self._together = recovery, together
         self._recovery: Recoverer | None = None
         if recovery is not None:
-            check_snapshots(devices=devices)
+            check_snapshots()
         self.repairs: list[Repair] = []
         """The repairs of lost workers so far."""
         self._recordings: list[BatchRecording] = []
@@ -563,7 +563,7 @@ class Pipeline(NotCopyable):
         if self._recovery_settings is None or not workers.remotes:
             return None
         if isinstance(self._workers, Ranks) and self._recovery_settings.max_restarts:
-            check_snapshots(devices=self._devices, are_replaced=self._workers.are_supervised)
+            check_snapshots(are_replaced=self._workers.are_supervised)
         assert workers.transport is not None
 
         def restart(failures: Failures, slots: Sequence[InSlot], num_rounds: int) -> Transport:

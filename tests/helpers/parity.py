@@ -100,7 +100,6 @@ def fit(
     seed_everything(0, verbose=False)
     model = make()
     settings = {
-        "accelerator": accelerator(),
         "precision": "64-true",
         "max_epochs": 2,
         "logger": False,
@@ -109,10 +108,7 @@ def fit(
         "enable_model_summary": False,
         **arguments,
     }
-    shares_gpu = settings["accelerator"] == "gpu" and 0 < torch.cuda.device_count() < devices
-    if shares_gpu:
-        strategy.parallel_devices = [torch.device("cuda:0")] * devices
-    trainer = Trainer(devices="auto" if shares_gpu else devices, strategy=strategy, **settings)
+    trainer = Trainer(strategy=strategy, **placed(strategy, devices, **settings))
     before = data_planes().copy()
     trainer.fit(model, train(), None if val is None else val(), ckpt_path=ckpt_path)
     if os.environ.get(DATA_PLANE) and isinstance(strategy, RPCSequentialStrategy) and devices > 1:
@@ -126,6 +122,15 @@ def fit(
         model=model,
         trainer=trainer,
     )
+
+
+def placed(strategy: Any, devices: int, **settings: Any) -> dict[str, Any]:
+    """Returns arguments of a Trainer, with accelerator and devices; processes share the GPU if there are fewer GPUs."""
+    settings = {"accelerator": accelerator(), **settings}
+    shares_gpu = settings["accelerator"] == "gpu" and 0 < torch.cuda.device_count() < devices
+    if shares_gpu:
+        strategy.parallel_devices = [torch.device("cuda:0")] * devices
+    return {**settings, "devices": "auto" if shares_gpu else devices}
 
 
 def accelerator() -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from parity import accelerator, placed
 from pytorch_lightning.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.plugins import MixedPrecision
@@ -138,7 +139,7 @@ class Net(pl.LightningModule):
         outputs = self.sequential_module(noisy) * self.scale
         loss = (outputs - targets).square().mean()
         self.error(outputs.detach().float(), targets.float())
-        self.total += loss.detach()
+        self.total += loss.detach().cpu()
         self.seen.append((self.global_step, float(loss)))
         self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
         self.log("error", self.error, on_step=True, on_epoch=True)
@@ -382,12 +383,11 @@ def fit(
     )
     strategy.rows_at_once = schedule == "gpipe"
     if scaler:
-        settings["plugins"] = [
-            MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**20))
-        ]
+        kind = "cpu" if accelerator() == "cpu" else "cuda"
+        scaler_of_losses = torch.amp.GradScaler(kind, init_scale=2.0**20)
+        settings["plugins"] = [MixedPrecision("16-mixed", kind, scaler=scaler_of_losses)]
     recorder = Recorder()
     trainer = trainer_class(
-        accelerator="cpu",
         strategy=strategy,
         max_epochs=EPOCHS,
         callbacks=[
@@ -404,7 +404,12 @@ def fit(
         num_sanity_val_steps=1,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **{"devices": stages * replicas, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5, **settings},
+        **{
+            **placed(strategy, stages * replicas),
+            "accumulate_grad_batches": 2,
+            "gradient_clip_val": 0.5,
+            **settings,
+        },
     )
     generator = torch.Generator().manual_seed(2)
     number = replicas * (BATCHES * ROWS - 1)
@@ -519,8 +524,7 @@ def evaluate(*, is_disturbed: bool, schedule: str = "gpipe") -> dict[str, Any]:
     repairs = {"recovery": Recovery(2)} if is_disturbed else {}
     strategy = Strategy([2, 4, 6], microbatches=2, schedule=schedule, **repairs)
     trainer = Trainer(
-        accelerator="cpu",
-        devices=STAGES,
+        **placed(strategy, STAGES),
         strategy=strategy,
         callbacks=[recorder, *([StrikesInEvaluation()] if is_disturbed else [])],
         logger=False,

@@ -1,7 +1,7 @@
 """What a feature of a pipeline may do, in the order of a run.
 
-of ─▶ check_launch ─▶ check ─▶ prepare ─▶ arguments ─▶ memory ─▶ (workers start) ─▶ training_step ─▶ begin
-options  Trainer built  setup                                                                        batches ...
+of ─▶ check ─▶ prepare ─▶ arguments ─▶ memory ─▶ (workers start) ─▶ training_step ─▶ begin
+options  setup                                                        batches ...
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from strategies.launch.rounds import Rounds
 from strategies.lightning.compat import MisconfigurationException
 from strategies.lightning.hooks import Undo
-from strategies.lightning.launch.replicas import ReplicatedStrategy
 from strategies.lightning.options import Options
 from strategies.lightning.run import Preparation, Run, TrainingStep
 from strategies.pipeline.construction.recording import Construction
@@ -62,9 +61,6 @@ class Feature:
             MisconfigurationException: If an option is wrong.
         """
         return cls()
-
-    def check_launch(self, ranks: ReplicatedStrategy) -> None:
-        """Check devices and hosts. Called when the Trainer is built."""
 
     def check(self, prepared: Preparation) -> None:
         """Check the run, and warn of what differs from one process. No worker has started; do not change anything.

@@ -2,14 +2,12 @@
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch.optim import Optimizer
 
 from strategies.launch.rounds import Rounds, shared_store
 from strategies.lightning.arguments import check_whole_number
 from strategies.lightning.compat import MisconfigurationException, rank_zero_warn
 from strategies.lightning.features.feature import Feature, MemoryArguments, PipelineArguments
-from strategies.lightning.launch.replicas import ReplicatedStrategy
 from strategies.lightning.options import Options
 from strategies.lightning.run import Preparation
 from strategies.pipeline.recovery.repairs import Recovery
@@ -36,10 +34,6 @@ class LostWorkers(Feature):
         if settings is not None:
             check_settings(settings)
         return cls(settings) if settings is not None and settings != Recovery() else None
-
-    def check_launch(self, ranks: ReplicatedStrategy) -> None:
-        """Check that the stages are on CPUs."""
-        check_repairs(devices=ranks.parallel_devices or ())
 
     def check(self, prepared: Preparation) -> None:
         """Check that workers can be replaced and steps verified in this run; warn if it has no workers.
@@ -100,20 +94,9 @@ def check_settings(settings: Recovery) -> None:
             f"snapshot_every_n_steps={settings.snapshot_every_n_steps} has no effect with max_restarts=0, because lost "
             "workers are not repaired: set max_restarts to 1 or more, or leave snapshot_every_n_steps out."
         )
-    if settings != Recovery():
-        check_repairs(devices=[])
-
-
-def check_repairs(*, devices: Sequence[torch.device]) -> None:
-    """Check that lost workers can be repaired, and steps verified, on these devices.
-
-    Args:
-        devices: The devices of the stages.
-
-    Raises:
-        MisconfigurationException: If they cannot be repaired or verified.
-    """
+    if settings == Recovery():
+        return
     try:
-        check_snapshots(devices=devices)
+        check_snapshots()
     except ValueError as error:
         raise MisconfigurationException(f"recovery repeats computation from snapshots, but {error}") from error

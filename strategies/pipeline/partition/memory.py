@@ -293,16 +293,17 @@ def _host(placement: DevicePlacement, needs: Sequence[Need], held: int) -> Itera
 
 
 def _snapshots(placement: DevicePlacement, needs: Sequence[Need], held: int, num_snapshots: int) -> Iterator[_Lack]:
-    """Yield a lack if all stages and their snapshots do not fit into this host's memory together."""
-    here = [i for i in placement.on_host if placement.devices[i].type == "cpu"]
-    if not here or not num_snapshots:
+    """Yield a lack if the stages on CPUs and the snapshots of all stages do not fit into this host's memory."""
+    if not num_snapshots:
         return
-    need, size_bytes, words = _of_host(here, needs, held)
-    copies = num_snapshots * need.total
+    on_cpus = [i for i in placement.on_host if placement.devices[i].type == "cpu"]
+    need, size_bytes, words = _of_host(on_cpus, needs, held)
+    copies = num_snapshots * sum((needs[i] for i in placement.on_host), Need()).total
     if need.total + copies > size_bytes:
+        what = f"The {len(on_cpus)} stages on this host need at least {need} together, and " if on_cpus else ""
         yield _Lack(
-            f"The {len(here)} stages on this host need at least {need} together, and {_mebi(copies)} for "
-            f"{num_snapshots} snapshots of the same, but only {words}.",
+            f"{what}{_mebi(copies)} are needed for {num_snapshots} snapshots of the {len(placement.on_host)} stages on "
+            f"this host, but only {words}.",
             size_bytes,
             "host",
             "Leave recovery out, whose snapshots are for replacing lost workers.",

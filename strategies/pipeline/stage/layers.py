@@ -288,14 +288,17 @@ class ProcessRandomState:
     """The current state of the generators of a process, for optimizers that draw random numbers.
 
     Layers do not need it, because they are seeded for each pass.
+
+    Args:
+        device: The device whose generator is used, in addition to the CPU.
     """
 
-    def __init__(self) -> None:
-        self._state, self._numpy = random_state(_CPU), numpy.random.get_state()
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._state, self._numpy = device, random_state(device), numpy.random.get_state()
 
     def restore(self) -> None:
         """Set the generators to this state."""
-        set_random_state(self._state, _CPU)
+        set_random_state(self._state, self._device)
         numpy.random.set_state(self._numpy)
 
 

@@ -21,6 +21,7 @@ from types import CodeType, ModuleType
 from typing import Any, ClassVar, Protocol
 
 import cloudpickle
+import torch
 from torch import Tensor, UntypedStorage, nn
 
 from strategies.common.stage_layers import describe
@@ -40,6 +41,7 @@ from strategies.pipeline.transport.slots import Slot, SlotAddress
 Receive = Callable[[Sequence[UntypedStorage]], None]
 """Receives the values of storages from the driver."""
 
+_CPU = torch.device("cpu")
 _ALL = -1
 """In a slot, no storage is part of the pickle, because torch makes an archive of each storage that it pickles."""
 
@@ -99,7 +101,7 @@ class InSlot:
     def take(self, receive: Receive) -> StageState:
         slot = Slot.opened(self.address)
         try:
-            return _state_in(slot, self.number)
+            return _state_in(slot, self.number, None)
         finally:
             slot.close()
 
@@ -133,13 +135,18 @@ class StageSlots:
             ) from error
         slot.write(number, parcel.blob, parcel.storages)
 
-    def read(self, address: SlotAddress, number: int) -> StageState:
+    def read(self, address: SlotAddress, number: int, device: torch.device | None = None) -> StageState:
         """Return the state in a slot, in new memory.
+
+        Args:
+            address: The slot.
+            number: The number of the snapshot.
+            device: The device of the tensors; by default, each tensor is on the device that it was on.
 
         Raises:
             RuntimeError: If the slot does not have this snapshot whole.
         """
-        return _state_in(self._slot(address), number)
+        return _state_in(self._slot(address), number, device)
 
     def size_bytes(self, address: SlotAddress) -> int:
         """The memory of a slot, in bytes."""
@@ -151,8 +158,8 @@ class StageSlots:
         return self._opened[address]
 
 
-def _state_in(slot: Slot, number: int) -> StageState:
-    state, storages = unpickled(slot.read_blob(number))
+def _state_in(slot: Slot, number: int, device: torch.device | None) -> StageState:
+    state, storages = unpickled(slot.read_blob(number), device)
     assert isinstance(state, StageState)
     slot.read_storages(storages)
     return state
@@ -223,7 +230,7 @@ class _StagePickler(cloudpickle.Pickler):
         key = number_of_storage(storage)
         self.storages.setdefault(key, storage)
         number = self._numbers.setdefault(key, len(self._numbers))
-        return number, storage.nbytes(), dtype
+        return number, storage.nbytes(), dtype, storage.device
 
     def reducer_override(self, obj: Any) -> Any:
         if obj is self._forbidden:
@@ -278,9 +285,9 @@ def _does_nothing(*_: Any) -> None: ...
 
 
 class _StageUnpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, recipes: dict[int, Recipe]) -> None:
+    def __init__(self, file: io.BytesIO, recipes: dict[int, Recipe], device: torch.device | None) -> None:
         super().__init__(file)
-        self._recipes = recipes
+        self._recipes, self._device = recipes, device
         self.storages: dict[int, UntypedStorage] = {}
         self._built: dict[int, UntypedStorage] = {}
 
@@ -289,16 +296,22 @@ class _StageUnpickler(pickle.Unpickler):
             if pid.number not in self._built:
                 self._built[pid.number] = self._recipes[pid.number].replay()
             return self._built[pid.number]
-        number, num_bytes, dtype = pid
+        number, num_bytes, dtype, device = pid
         if number not in self.storages:
-            self.storages[number] = UntypedStorage(num_bytes)
+            self.storages[number] = UntypedStorage(num_bytes, device=self._device or device)
         return storage_for_pickle(self.storages[number], dtype)
 
 
-def unpickled(blob: bytes) -> tuple[Any, list[UntypedStorage]]:
-    """Return the object, and the storages in it whose values will be received, in the order of their numbers."""
+def unpickled(blob: bytes, device: torch.device | None = _CPU) -> tuple[Any, list[UntypedStorage]]:
+    """Return the object, and the storages in it whose values will be received, in the order of their numbers.
+
+    Args:
+        blob: The pickle; see :class:`Parcel`.
+        device: The device of these storages. If it is ``None``, each is on the device that it was on when it was
+            pickled.
+    """
     content, recipes = pickle.loads(blob)
-    unpickler = _StageUnpickler(io.BytesIO(content), recipes)
+    unpickler = _StageUnpickler(io.BytesIO(content), recipes, device)
     found = unpickler.load()
     return found, [storage for _, storage in sorted(unpickler.storages.items())]
 

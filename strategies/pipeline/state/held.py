@@ -105,7 +105,7 @@ class HeldState:
             grads={name: p.grad for name, p in named if p.grad is not None},
             computed=self.computed,
             shelf=self.shelf,
-            random_state=ProcessRandomState(),
+            random_state=ProcessRandomState(self._device),
             owners=None if self.shared_steps is None else dict(self.shared_steps.owners),
         )
 

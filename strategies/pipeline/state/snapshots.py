@@ -12,25 +12,20 @@ overwrites it.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from strategies.pipeline.transport.slots import SlotAddress, have_slots
 
 
-def check_snapshots(*, devices: Sequence[torch.device], are_replaced: bool = True) -> None:
+def check_snapshots(*, are_replaced: bool = True) -> None:
     """Check that workers can take snapshots, from which lost workers are replaced and steps are verified.
 
     Args:
-        devices: The device of each stage.
         are_replaced: Whether new workers can replace lost workers.
 
     Raises:
         ValueError: If lost workers cannot be replaced.
     """
-    others = [device for device in devices if device.type != "cpu"]
     reasons = {
         "ranks do not replace workers in this run, because its first Trainer has no max_restarts": not are_replaced,
-        f"snapshots are copies of stages on CPUs, but one is on {', '.join(map(str, others[:1]))}": bool(others),
         "snapshots need files in memory (memfd_create), which only Linux has": not have_slots(),
     }
     for reason, applies in reasons.items():

@@ -114,7 +114,7 @@ def _is_same(first: Tensor, second: Tensor) -> bool:
     if (first.shape, first.dtype, first.layout) != (second.shape, second.dtype, second.layout):
         return False
     dense = [tensor if tensor.layout == torch.strided else tensor.to_dense() for tensor in (first, second)]
-    own, other = (tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in dense)
+    own, other = (tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in dense)
     return torch.equal(own, other)
 
 

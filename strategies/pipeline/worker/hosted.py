@@ -65,6 +65,7 @@ class Repeated:
     state: list[str] = field(default_factory=list)
 
 
+_CPU = torch.device("cpu")
 _CAPTURING = {
     PartKind.TENSORS: "teardown, handing over weights",
     PartKind.STATE_DICT: "save, handing over weights",
@@ -370,7 +371,7 @@ class HostedStage(StageCommands):
         if self._repeated is None:
             self._slots.write(address, number, self.held.whole())
         else:
-            self._repeated.state += differing(self._slots.read(address, number), self.held.whole())
+            self._repeated.state += differing(self._slots.read(address, number, _CPU), self.held.whole())
         return self._slots.size_bytes(address)
 
     # Verification

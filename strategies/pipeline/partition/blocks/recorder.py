@@ -54,7 +54,6 @@ from strategies.pipeline.stage.layers import (
     ProcessRandomState,
     is_checkpointing,
     is_recomputing,
-    preserved_random_state,
 )
 from strategies.pipeline.stage.microbatch.split import pack_objects, unpack_objects
 
@@ -386,11 +385,11 @@ class DeferredBlocks:
         assert self._model is not None
         inside = set(self._blocks.modules())
         outside = [module for module in self._model.modules() if module not in inside]
-        calls, step, random_state = self._outer_calls, self._step, ProcessRandomState()
+        calls, step, random_state = self._outer_calls, self._step, ProcessRandomState(self._device())
         self._outer_calls, self._step, self._skipped = [], None, list(outer.ran)
         args, kwargs = unpack_objects(arguments)
         try:
-            with torch.no_grad(), preserved_random_state(self._device()), unchanged(outside):
+            with torch.no_grad(), unchanged(outside):
                 outer.repeat(*args, **kwargs)
         except _ReachedLastBlock as reached:
             return reached.recording

@@ -104,8 +104,8 @@ def test_snapshots_that_no_host_has_are_refused() -> None:
     adamw = [optim.AdamW(model.parameters())]
     third = Model(room_on_host().size_bytes // MEBI // 48, 8)  # 4 times that are needed, and 8 times for copies
     check_memory(third.placed([4, 4]), [optim.AdamW(third.parameters())])
-    message = r"at least [\d,]+ MiB \(.*\) together, and [\d,]+ MiB for 2 snapshots of the same, but"
-    with pytest.raises(ValueError, match=rf"{message} only .*\. Leave recovery out"):
+    message = r"at least [\d,]+ MiB \(.*\) together, and [\d,]+ MiB are needed for 2 snapshots of the 2 stages on"
+    with pytest.raises(ValueError, match=rf"{message} this host, but only .*\. Leave recovery out"):
         check_memory(third.placed([4, 4]), [optim.AdamW(third.parameters())], num_snapshots=2)
     with pytest.raises(ValueError, match=r"of optimizer states\) together, but only"):
         check_memory(model.placed([4, 4]), adamw, num_snapshots=2)
