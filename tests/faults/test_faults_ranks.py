@@ -144,7 +144,7 @@ def caught(launcher: Sequence[str], struck: bool, ranks: int = 2, fault: str = "
         return [torch.load(folder / f"rank-{rank}.pt") for rank in range(ranks)], float((folder / "struck").read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_that_lose_their_connection_and_catch_the_error() -> None:
     """The next fit of rank 0 has other ranks, so it goes as one without faults."""
     (expected, _), _ = run(caught, [], True, timeout_seconds=100)
@@ -155,12 +155,19 @@ def test_ranks_that_lose_their_connection_and_catch_the_error() -> None:
     assert ended - struck < SECONDS and [loss] == expected == of_rank_1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("to rank 2", r"rank [12], process \d+ on \S+, has raised \w+ in call 1 of the Trainer, in which rank 0 still"),
-        ("raises", r"rank 1, process \d+ on \S+, has raised KeyError in call 1 of the Trainer, in which rank 0 still"),
+        pytest.param(
+            "to rank 2",
+            r"rank [12], process \d+ on \S+, has raised \w+ in call 1 of the Trainer, in which rank 0 still",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            "raises",
+            r"rank 1, process \d+ on \S+, has raised KeyError in call 1 of the Trainer, in which rank 0 still",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_an_error_of_other_ranks_that_their_scripts_catch(fault: str, message: str) -> None:

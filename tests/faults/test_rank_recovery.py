@@ -58,7 +58,7 @@ def three_hosts() -> Any:
     return torch.load("results.pt"), repair_job.fit({}, 0, **rank_recovery_job.EVERY_BATCH), said
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(
     subprocess.run([*NAMESPACES, "true"], capture_output=True, check=False).returncode != 0,
     reason="this system makes no namespaces for this user",
@@ -103,7 +103,7 @@ def many() -> Any:
     return torch.load("results.pt"), expected, said
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(SECONDS + 60)
 def test_torchrun() -> None:
     """In ``fit``, and in the validate, test and predict that the same ranks serve after it."""

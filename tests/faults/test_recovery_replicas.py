@@ -48,7 +48,7 @@ def launch_by_torchrun(name: str) -> list[Any]:
         return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(recovery_replicas_job.REPLICAS)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_replicas_of_torchrun() -> None:
     """With a loss in each replica, and two at once."""

@@ -109,11 +109,8 @@ CASES: dict[str, Case] = {
         [({4: ["backward-0"], 9: ["step-1"]}, 1)],
     ),
 }
-SLOW = (
-    *("gpipe", "1f1b", "interleaved", "between_steps", "validation", "teardown", "saving", "sharded_in_background"),
-    *("manual", "hang", "generator", "gradients_in_step", "moving_layers"),
-)
-"""Those of ``make slow``: each place of a kill, each way of optimization, and what user code may do."""
+SLOW = (*("gpipe", "1f1b", "between_steps", "validation", "teardown", "saving", "manual", "hang"),)
+"""Those of ``make slow``: each place of a kill, and each way of optimization."""
 
 
 def disturbed(name: str) -> Any:
@@ -133,6 +130,7 @@ VERIFIED = {
     "killed": ("zbv", 2, EVERY_STEP),
 }
 """Which case, how often a step is verified, and which workers are killed."""
+VERIFIED_SLOW = ("gpipe", "1f1b", "manual", "killed")
 
 
 def verified(name: str) -> Any:
@@ -140,8 +138,10 @@ def verified(name: str) -> Any:
     return repair_job.verified(every_n_steps, kills, **CASES[case][0])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", VERIFIED)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in VERIFIED_SLOW else pytest.mark.nightly) for name in VERIFIED],
+)
 def test_verified_steps_change_nothing(name: str) -> None:
     assert run(verified, name) == []
 

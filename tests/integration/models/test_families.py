@@ -81,7 +81,7 @@ NAMES = [family.name for family in FAMILIES]
 STAGES = [2 + number // 2 % 2 for number in range(len(NAMES))]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_all_families() -> None:
     """Each under one of two schedules."""

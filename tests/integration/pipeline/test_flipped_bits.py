@@ -193,7 +193,7 @@ def test_flipped_bits_are_found(schedule: str) -> None:
     run(found_bits, schedule, 12)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_a_hundred_flipped_bits_are_found(schedule: str) -> None:
     run(found_bits, schedule, 100)

@@ -15,7 +15,7 @@ from harness import run
 ON_CPUS = "cpu", "simulated"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_variables_of_the_allocator_reach_all_processes() -> None:
     assert run(test_gpu_runs.allocators, *ON_CPUS, env=test_gpu_runs.ALLOCATOR) == [[1, 0], [1, 0]]
     assert run(test_gpu_runs.allocators, *ON_CPUS) == [[0, 0], [0, 0]]
@@ -68,7 +68,7 @@ def test_failures() -> None:
         test_gpu_runs.check_message(run(test_gpu_runs.out_of_memory, *ON_CPUS, place), stage)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_of_torchrun() -> None:
     assert run(test_gpu_runs.check_ranks, *ON_CPUS, timeout_seconds=170, allow=("tmp",)) == [-1, -1]
 

@@ -247,8 +247,14 @@ def test_a_killed_worker_is_replaced() -> None:
     run(one_worker_killed, "1f1b")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zbv"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        pytest.param("gpipe", marks=pytest.mark.slow),
+        pytest.param("1f1b", marks=pytest.mark.slow),
+        pytest.param("zbv", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_worker_killed_in_each_phase(schedule: str) -> None:
     run(killed_in_each_phase, schedule)
 

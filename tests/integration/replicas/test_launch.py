@@ -93,12 +93,11 @@ def launched_by_slurm(layout: str, num_nodes: int) -> tuple[dict[str, Any], str]
     return torch.load("results.pt"), said
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launch", "layout", "num_nodes"),
     [
-        (launched_by_torchrun, "four stages", 2),
-        (launched_by_slurm, "two replicas", 2),
+        pytest.param(launched_by_torchrun, "four stages", 2, marks=pytest.mark.nightly),
+        pytest.param(launched_by_slurm, "two replicas", 2, marks=pytest.mark.slow),
     ],
 )
 def test_ranks_train_what_one_process_trains(launch: Any, layout: str, num_nodes: int) -> None:
@@ -129,7 +128,7 @@ def test_an_error_in_a_worker_rank() -> None:
     assert "stage 0 (layers 0 to 0: Fails), process" in said
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_torchrun_starts_all_ranks_anew() -> None:
     """A worker is killed in the eighth step of ten; the last checkpoint is of the sixth."""
     seen, said = run(launched_by_torchrun, "killed once", 1, 1, timeout_seconds=SECONDS + 20, allow=["tmp"])

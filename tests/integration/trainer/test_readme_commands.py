@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 
 def command(*arguments: str | Path, cwd: Path = ROOT) -> str:
@@ -48,6 +48,7 @@ def losses(output: str) -> tuple[list[float], float]:
     return [float(loss) for loss in validation[1].split()], float(unigram[1])
 
 
+@pytest.mark.slow
 def test_the_demo_and_what_follows_it(tmp_path: Path) -> None:
     into = f"--trainer.logger.init_args.save_dir={tmp_path}"
     fit = ("-m", "trainer", "fit", "--config", "configs/pipeline.yaml", "--trainer.max_epochs=2")
@@ -68,6 +69,7 @@ def test_the_demo_and_what_follows_it(tmp_path: Path) -> None:
         assert validated and float(validated[1]) == pytest.approx(second, abs=1e-3)
 
 
+@pytest.mark.nightly
 def test_the_scripts_that_differ_in_one_argument(tmp_path: Path) -> None:
     single, _ = losses(script("train_single.py", tmp_path))
     pipeline, unigram = losses(script("train_pipeline.py", tmp_path))
@@ -75,6 +77,7 @@ def test_the_scripts_that_differ_in_one_argument(tmp_path: Path) -> None:
     assert pipeline[-1] < unigram - 0.5
 
 
+@pytest.mark.slow
 def test_the_hugging_face_model(tmp_path: Path) -> None:
     into = f"--trainer.logger.init_args.save_dir={tmp_path}"
     shortened = ("--trainer.max_epochs=2", "--trainer.limit_train_batches=30", SHORTENED[1])
@@ -87,6 +90,7 @@ def test_the_hugging_face_model(tmp_path: Path) -> None:
     assert checkpoint and Path(checkpoint[1]).exists()
 
 
+@pytest.mark.nightly
 def test_the_script_of_the_hugging_face_model(tmp_path: Path) -> None:
     (loss,), unigram = losses(script("hf_finetune.py", tmp_path))
     assert loss < unigram - 0.5
