@@ -7,7 +7,7 @@ callback, the counters of the loops, the checkpoints, and the random numbers tha
 import csv
 import json
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -109,8 +109,13 @@ CASES: dict[str, Case] = {
         [({4: ["backward-0"], 9: ["step-1"]}, 1)],
     ),
 }
-SLOW = (*("gpipe", "1f1b", "between_steps", "validation", "teardown", "saving", "manual", "hang"),)
+SLOW = ("gpipe", "1f1b", "between_steps", "validation", "teardown", "saving", "manual", "hang")
 """Those of ``make slow``: each place of a kill, and each way of optimization."""
+
+
+def marked(names: Iterable[str], slow: Sequence[str]) -> list[Any]:
+    """Parameters of which some are for ``make slow``, and the others for ``make nightly``."""
+    return [pytest.param(name, marks=pytest.mark.slow if name in slow else pytest.mark.nightly) for name in names]
 
 
 def disturbed(name: str) -> Any:
@@ -138,10 +143,7 @@ def verified(name: str) -> Any:
     return repair_job.verified(every_n_steps, kills, **CASES[case][0])
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow if name in VERIFIED_SLOW else pytest.mark.nightly) for name in VERIFIED],
-)
+@pytest.mark.parametrize("name", marked(VERIFIED, VERIFIED_SLOW))
 def test_verified_steps_change_nothing(name: str) -> None:
     assert run(verified, name) == []
 
@@ -175,9 +177,7 @@ def test_one_lost_worker() -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.nightly) for name in CASES]
-)
+@pytest.mark.parametrize("name", marked(CASES, SLOW))
 def test_workers_are_killed_at_any_time(name: str) -> None:
     for (differing, repairs), (kills, _) in zip(run(disturbed, name, timeout_seconds=280), CASES[name][1], strict=True):
         assert differing == []
