@@ -167,7 +167,7 @@ ELSEWHERE: dict[str, list[str]] = {
     "strategies/pipeline/recovery/together.py": ["faults/test_recovery_replicas.py"],
     "strategies/pipeline/recovery/recovery.py": ["integration/pipeline/test_recovery.py"],
     "strategies/pipeline/schedule/operations.py": [
-        "unit/planning/test_devices.py",
+        "unit/pipeline/schedule/test_device_simulator.py",
         "unit/pipeline/schedule/test_posting.py",
     ],
     "strategies/pipeline/stage/batchnorm.py": [

@@ -471,11 +471,6 @@ class Answer(Generic[R]):
                     continue
             return self._stage.result_or_loss(result)
 
-    @property
-    def is_here(self) -> bool:
-        """Whether the result, or a failure, has arrived."""
-        return self._asked.result.done()
-
 
 class Reply(Generic[R]):
     """The result of a function that runs at the same time as commands of a stage.

@@ -54,30 +54,6 @@ class Post(NamedTuple):
         return f"{'code' if stage < 0 else stage}{self.way}_{self.kind}{self.microbatch}"
 
 
-class Collective(NamedTuple):
-    """An operation that several processes run together: a collective, an exchange of ties, a new communicator.
-
-    Attributes:
-        name: A unique name, such as ``"average 3"``.
-        ranks: The processes that participate.
-    """
-
-    name: str
-    ranks: tuple[int, ...]
-
-    def __repr__(self) -> str:
-        return self.name
-
-
-class Group(NamedTuple):
-    """Sends and receives between ``ncclGroupStart`` and ``ncclGroupEnd``, which start together and end together."""
-
-    posts: tuple[Post, ...]
-
-    def __repr__(self) -> str:
-        return f"({' '.join(map(repr, self.posts))})"
-
-
 class Result(NamedTuple):
     """The driver's code takes the output of the last stage for a micro-batch. Prints as ``r0``.
 
@@ -106,7 +82,7 @@ class Tied(NamedTuple):
         return f"TIED_{self.what.upper()}"
 
 
-DeviceOperation: TypeAlias = Computation | Post | Collective | Group
+DeviceOperation: TypeAlias = Computation | Post
 """An operation that a process submits to its device."""
 
 Operation: TypeAlias = DeviceOperation | Result | Tied

@@ -20,9 +20,9 @@ Index letters: ``m`` micro-batch, ``i`` stage of a table (a chunk of layers), ``
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from strategies.pipeline.schedule.operations import Collective, Computation, DeviceOperation, Post, edge_to
+from strategies.pipeline.schedule.operations import Computation, DeviceOperation, Post, edge_to
 from strategies.pipeline.schedule.running_order import assumed_times, running_order
 
 
@@ -69,13 +69,6 @@ def posting_order(rows: Sequence[Sequence[Computation]], num_stages: int) -> lis
         num_stages: The number of stages.
     """
     return _Posting(rows, num_stages).run()
-
-
-def with_collectives(
-    rows: Iterable[Sequence[DeviceOperation]], collectives: Sequence[Collective]
-) -> list[list[DeviceOperation]]:
-    """Append to the row of each process the collectives in which it participates, in the given order."""
-    return [[*row, *(collective for collective in collectives if r in collective.ranks)] for r, row in enumerate(rows)]
 
 
 class _Posting:

@@ -40,11 +40,6 @@ class Mirror:
         ]
         self._trained, self._seen = self._flags(), _Seen(layers)
 
-    def note_sent(self) -> None:
-        """Record that the worker has the current attributes and flags of the driver's copies."""
-        self._sent, self._trained = plain_attributes(self._layers), self._flags()
-        self._seen = _Seen(self._layers)
-
     def _flags(self) -> list[bool]:
         with without_torch_function():  # faster: __torch_function__ of stand-ins would take most of the time
             return [parameter.requires_grad for parameter in self._parameters]

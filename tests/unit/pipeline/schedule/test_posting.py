@@ -9,24 +9,22 @@ from itertools import product
 from typing import TypeAlias
 
 import pytest
+from device_simulator import Collective, DeviceOperation, check_runs, for_all, per_pair, with_collectives
 from schedule_choices import CHOICES
 
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.schedule.operations import (
-    Collective,
     Computation,
-    DeviceOperation,
     Operation,
     Post,
     UserCode,
     edge_from,
     edge_to,
 )
-from strategies.pipeline.schedule.posting import direct_order, posting_order, with_collectives
+from strategies.pipeline.schedule.posting import direct_order, posting_order
 from strategies.pipeline.schedule.program import Program, Programs, check_order
 from strategies.pipeline.schedule.running_order import sources_of
 from strategies.pipeline.schedule.tables import SCHEDULES, Action, ActionTable, Placement, loop, needs_of, one_f_one_b
-from strategies.planning.devices import check_runs, for_all, per_pair
 from strategies.planning.search import LayerCosts, ModelCosts, search
 from strategies.planning.simulator import ActionCosts, simulate
 

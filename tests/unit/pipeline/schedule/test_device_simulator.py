@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import pytest
+from device_simulator import Collective, Deadlock, Group, check_runs, for_all, per_edge, per_pair
 
-from strategies.pipeline.schedule.operations import Collective, Group, Operation, Post, edge_to
+from strategies.pipeline.schedule.operations import Operation, Post, edge_to
 from strategies.pipeline.schedule.posting import posting_order
 from strategies.pipeline.schedule.program import Programs
 from strategies.pipeline.schedule.running_order import sources_of
@@ -21,7 +22,6 @@ from strategies.pipeline.schedule.tables import (
     zb_h1,
     zbv,
 )
-from strategies.planning.devices import Deadlock, check_runs, for_all, per_edge, per_pair
 from strategies.planning.simulator import ActionCosts, simulate
 
 _POST = re.compile(r"(\d+)(SEND|RECV)_([FB])(\d+)")

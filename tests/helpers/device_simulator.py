@@ -25,14 +25,39 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from strategies.pipeline.schedule.operations import (
-    Collective,
     Computation,
-    DeviceOperation,
-    Group,
     Post,
     edge_from,
     edge_to,
 )
+
+
+class Collective(NamedTuple):
+    """An operation that several processes run together: a collective, an exchange of ties, a new communicator.
+
+    Attributes:
+        name: A unique name, such as ``"average 3"``.
+        ranks: The processes that participate.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+class Group(NamedTuple):
+    """Sends and receives between ``ncclGroupStart`` and ``ncclGroupEnd``, which start together and end together."""
+
+    posts: tuple[Post, ...]
+
+    def __repr__(self) -> str:
+        return f"({' '.join(map(repr, self.posts))})"
+
+
+DeviceOperation: TypeAlias = Computation | Post | Collective | Group
+"""An operation that a process submits to its device."""
 
 Communicator: TypeAlias = Callable[[int, Post], Hashable]
 """Returns the name of the communicator of a send or receive that a process posts."""
@@ -51,6 +76,13 @@ def per_pair(r: int, post: Post) -> Hashable:
 def for_all(r: int, post: Post) -> Hashable:
     """One communicator for all processes."""
     return None
+
+
+def with_collectives(
+    rows: Iterable[Sequence[DeviceOperation]], collectives: Sequence[Collective]
+) -> list[list[DeviceOperation]]:
+    """Append to the row of each process the collectives in which it participates, in the given order."""
+    return [[*row, *(collective for collective in collectives if r in collective.ranks)] for r, row in enumerate(rows)]
 
 
 class Deadlock(ValueError):
