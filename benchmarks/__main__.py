@@ -27,6 +27,7 @@ SECTIONS = (
     "rebalance",
     "snapshots",
     "evaluation",
+    "lengths",
     "growth",
     "zero",
     "checkpoint",

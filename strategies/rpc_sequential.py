@@ -194,6 +194,11 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             ``"labels"`` if the model contains a Hugging Face model whose loss shifts the labels. If the model has a
             method ``microbatch_weight(microbatch) -> float``, its return values replace the numbers of tokens, whatever
             ``loss_weight`` is. See ``docs/inputs.md``.
+        microbatch_tokens: Under the schedules that run ``training_step`` once per micro-batch, the largest number of
+            tokens of a micro-batch, with padding. Each training batch is then split into rows of similar length, as
+            many micro-batches as take the least time, and columns that only have padding are cut off. The batch must be
+            a mapping with an ``attention_mask``, such as a Hugging Face tokenizer returns, padded on the right.
+            ``None`` (default) splits the rows in order into ``microbatches`` parts.
         data_parallel_size: Number of replicas of the pipeline, each with ``devices / data_parallel_size`` stages and
             its share of the data. Each stage averages its gradients with the same stage of the other replicas.
             Default: 1.
@@ -239,6 +244,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         deferred_batch_norm: bool = False,
         module: str | list[str] | None = None,
         loss_weight: Literal["rows", "tokens"] = "rows",
+        microbatch_tokens: int | None = None,
         data_parallel_size: int = 1,
         shard_optimizer_states: bool = False,
         state_dict_type: str = "full",
@@ -262,6 +268,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             deferred_batch_norm,
             module,
             loss_weight,
+            microbatch_tokens,
             data_parallel_size,
             shard_optimizer_states,
             state_dict_type,

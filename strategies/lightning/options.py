@@ -88,6 +88,7 @@ class Options:
     deferred_batch_norm: bool
     module: str | list[str] | None
     loss_weight: Literal["rows", "tokens"]
+    microbatch_tokens: int | None
     data_parallel_size: int
     shard_optimizer_states: bool
     state_dict_type: str

@@ -27,9 +27,7 @@ from torch import Tensor, nn
 from strategies.lightning.compat import LightningModule, MisconfigurationException, rank_zero_info, rank_zero_warn
 from strategies.pipeline.executor.per_microbatch import Shares
 from strategies.pipeline.executor.settings import Settings
-
-IGNORED_LABEL = -100
-"""The label of positions that do not count: torch's default for ``ignore_index``, which Hugging Face models use."""
+from strategies.pipeline.stage.microbatch.by_length import IGNORED_LABEL
 
 _LABELS = ("shift_labels", "labels")
 """The names under which labels are searched for, in this order."""

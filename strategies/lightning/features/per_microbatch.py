@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from strategies.lightning.arguments import check_whole_number
 from strategies.lightning.compat import (
     Callback,
     ClosureResult,
@@ -37,12 +38,15 @@ from strategies.lightning.features.loss_weights import (
 from strategies.lightning.hooks import Collect, Undo, collect_logs, scaler_of
 from strategies.lightning.options import Options
 from strategies.lightning.run import Preparation, Run
+from strategies.lightning.search_settings import DEFAULT_MICROBATCHES
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.per_microbatch import Shares
 from strategies.pipeline.executor.settings import ScheduleChoice, Settings
 from strategies.pipeline.optim.optimizers import clears_as_torch_does
+from strategies.pipeline.schedule.tables import SCHEDULES
 from strategies.pipeline.stage.layers import PassContext
-from strategies.pipeline.stage.microbatch.split import split_batch
+from strategies.pipeline.stage.microbatch.by_length import split_by_length
+from strategies.pipeline.stage.microbatch.split import Microbatches, split_batch
 
 _collector: ContextVar[Collect | None] = ContextVar("collector of what one micro-batch logs", default=None)
 
@@ -52,23 +56,30 @@ class StepsPerMicrobatch(Feature):
 
     Args:
         loss_weight: The option ``loss_weight``.
+        microbatch_tokens: The option ``microbatch_tokens``.
     """
 
-    options = ("loss_weight",)
+    options = ("loss_weight", "microbatch_tokens")
 
-    def __init__(self, loss_weight: str) -> None:
-        self._loss_weight = loss_weight
+    def __init__(self, loss_weight: str, microbatch_tokens: int | None = None) -> None:
+        self._loss_weight, self._tokens = loss_weight, microbatch_tokens
 
     @classmethod
     def of(cls, options: Options) -> "StepsPerMicrobatch | None":
         """Return the feature if the schedule runs micro-batches."""
         check_loss_weight(options.loss_weight, options.settings)
-        return cls(options.loss_weight) if options.settings.interleaves else None
+        _check_tokens(options.microbatch_tokens, options.microbatches, options.order.name, options.settings)
+        return cls(options.loss_weight, options.microbatch_tokens) if options.settings.interleaves else None
 
     def check(self, prepared: Preparation) -> None:
-        """Check that optimization is automatic."""
+        """Check that optimization is automatic, and that only one option or method makes the micro-batches."""
         if prepared.is_fitting:
             check_automatic_optimization(prepared.model, prepared.settings.schedule)
+        if self._tokens is not None and hasattr(prepared.model, "split_batch"):
+            raise MisconfigurationException(
+                f"microbatch_tokens={self._tokens} and {type(prepared.model).__name__}.split_batch both make the "
+                "micro-batches. Leave one of them out."
+            )
 
     def memory(self, prepared: Preparation, optimizers: Sequence[Optimizer]) -> MemoryArguments:
         """Return the number of gradients that each parameter has at the same time."""
@@ -84,7 +95,7 @@ class StepsPerMicrobatch(Feature):
                 return list(summed.tolist())
 
             weights = LossWeights(model, sum_over_replicas, ranks.world_size)
-        return TrainingStepPerMicrobatch(model, pipeline, prepared.precision, prepared.settings, weights)
+        return TrainingStepPerMicrobatch(model, pipeline, prepared.precision, prepared.settings, weights, self._tokens)
 
     def begin(self, run: Run) -> Iterable[Undo]:
         """Collect the values that micro-batches log."""
@@ -102,6 +113,8 @@ class TrainingStepPerMicrobatch:
         settings: Settings of the pipeline: the largest number of micro-batches.
         loss_weights: Provides the weights of micro-batches, accumulated batches and replicas. By default, micro-batches
             are weighted by their rows, and batches and replicas equally, as in Lightning.
+        microbatch_tokens: The largest number of tokens of a micro-batch of rows of similar length. By default, rows are
+            split in order, into the number of micro-batches in the settings.
     """
 
     def __init__(
@@ -111,7 +124,9 @@ class TrainingStepPerMicrobatch:
         precision: Precision,
         settings: Settings,
         loss_weights: LossWeights | None = None,
+        microbatch_tokens: int | None = None,
     ) -> None:
+        self._tokens = microbatch_tokens
         self._model, self._pipeline, self._precision, self._settings = model, pipeline, precision, settings
         self._scaler, self._loss_weights = scaler_of(precision), loss_weights
         self._has_checked_labels = loss_weights is not None
@@ -142,7 +157,8 @@ class TrainingStepPerMicrobatch:
             return self._run(batch, rest)
 
     def _run(self, batch: Any, rest: Sequence[Any]) -> Any:
-        parts, sizes = split_for(self._model, batch, self._settings.microbatches)
+        split = self._split(batch)
+        parts, sizes = split.parts, split.sizes
         if not self._has_checked_labels:  # once: counting the labels of each batch would wait for the device
             self._has_checked_labels = True
             warn_of_ignored_labels(parts, sizes)
@@ -181,7 +197,38 @@ class TrainingStepPerMicrobatch:
         loss = self._pipeline.interleave(codes, _normalised(weights, sizes), context, scale, shares)
         with context.entered(grad=True):
             logs.log_to(self._model)
-        return _combine_outputs(outputs, loss, sizes, weights)
+        return _combine_outputs(outputs, loss, split, weights)
+
+    def _split(self, batch: Any) -> Microbatches:
+        if self._tokens is None:
+            return Microbatches(*split_for(self._model, batch, self._settings.microbatches))
+        try:
+            return split_by_length(batch, self._tokens, len(self._pipeline.stages))
+        except ValueError as error:
+            raise MisconfigurationException(f"{error}.") from error
+
+
+def _check_tokens(tokens: int | None, microbatches: object, schedule: object, settings: Settings) -> None:
+    """Check the option ``microbatch_tokens``.
+
+    Raises:
+        MisconfigurationException: If it is no number of tokens, or has no effect.
+    """
+    if tokens is None:
+        return
+    check_whole_number("microbatch_tokens", tokens, 1)
+    reasons = {
+        f"schedule={schedule!r} runs training_step once for the whole batch": not settings.interleaves,
+        f"schedule={schedule!r} has a fixed number of micro-batches": not isinstance(schedule, str)
+        or schedule not in SCHEDULES,
+        f"microbatches={microbatches!r} gives their number": microbatches != DEFAULT_MICROBATCHES,
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise MisconfigurationException(
+                f"microbatch_tokens={tokens} cuts each batch into as many micro-batches as it needs, but {reason}. "
+                "Leave one of them out, or use schedule='1f1b'."
+            )
 
 
 def check_automatic_optimization(model: LightningModule, schedule: ScheduleChoice) -> None:
@@ -368,24 +415,33 @@ def _mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
 
 
 def _combine_outputs(
-    outputs: Sequence[Mapping[str, Any] | None], loss: Tensor | None, sizes: Sequence[int], weights: Sequence[float]
+    outputs: Sequence[Mapping[str, Any] | None], loss: Tensor | None, split: Microbatches, weights: Sequence[float]
 ) -> Any:
+    sizes = split.sizes
     known = [m for m, output in enumerate(outputs) if output is not None]
     combined: dict[str, Any] = {}
     for name in dict.fromkeys(name for m in known for name in outputs[m] or ()):
         found = [(output[name], m) for m in known if (output := outputs[m]) is not None and name in output]
         combined[name] = _combine_values(
-            [value for value, _ in found], [sizes[m] for _, m in found], [weights[m] for _, m in found]
+            [value for value, _ in found], [sizes[m] for _, m in found], [weights[m] for _, m in found], split.rows
         )
     return {**combined, "loss": loss} if combined else loss
 
 
-def _combine_values(values: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]) -> Any:
-    """Return the mean of numbers, the concatenation of tensors with one row per sample, or else the last value."""
+def _combine_values(
+    values: Sequence[Any], sizes: Sequence[int], weights: Sequence[float], rows: Sequence[int] | None = None
+) -> Any:
+    """Return the mean of numbers, the concatenation of tensors with one row per sample, or else the last value.
+
+    Rows are in the order of the batch: ``rows`` has the row of the batch for each row of the micro-batches.
+    """
     if all(isinstance(value, Tensor) for value in values):
         detached = [value.detach() for value in values]
         if all(value.dim() and value.shape[0] == size for value, size in zip(values, sizes, strict=True)):
-            return torch.cat(detached)
+            joined = torch.cat(detached)
+            if rows is None or len(rows) != len(joined):
+                return joined
+            return torch.empty_like(joined).index_copy(0, torch.tensor(rows, device=joined.device), joined)
         if all(value.dim() == 0 and value.is_floating_point() for value in values):
             return _mean(detached, weights)
         return detached[-1]

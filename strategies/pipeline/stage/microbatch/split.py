@@ -16,8 +16,8 @@ import copy
 import io
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from itertools import accumulate, pairwise
 from types import BuiltinFunctionType, FunctionType
@@ -89,6 +89,22 @@ _CONVERSIONS = ("to", "cuda", "cpu", "half", "bfloat16", "float", "double", "det
 def plain(leaf: Any) -> Any:
     """Return the tensor of a :class:`NoChunk`, and any other leaf itself."""
     return leaf.tensor if isinstance(leaf, NoChunk) else leaf
+
+
+@dataclass(frozen=True)
+class Microbatches:
+    """The micro-batches of a batch.
+
+    Attributes:
+        parts: The micro-batches, of the structure of the batch.
+        sizes: The number of rows of each.
+        rows: The row of the batch that each row of the micro-batches is, one after another; ``None`` if they are in
+            order.
+    """
+
+    parts: list[Any]
+    sizes: list[int]
+    rows: list[int] | None = None
 
 
 # The input of the module
@@ -359,20 +375,25 @@ def split_batch(batch: Any, microbatches: int) -> tuple[list[Any], list[int]]:
     whole, more = divmod(rows, parts)
     sizes = [whole + (m < more) for m in range(parts)]
     bounds = [0, *accumulate(sizes)]
+    return [_part(batch, rows, slice(*bound), is_whole=parts == 1) for bound in pairwise(bounds)], sizes
 
-    def part(start: int, stop: int) -> Any:
-        def cut(value: Any, name: str) -> Any:
-            if _is_array_of_rows(value):
-                return value[start:stop]
-            if _is_column(value) and len(value) == rows:
-                if parts > 1:
-                    _check_column(value, name)
-                return value[start:stop]
-            return _rebuilt(value, name, cut)
 
-        return cut(batch, "batch")
+def picked(batch: Any, rows: Sequence[int]) -> Any:
+    """Return some rows of a batch, in the given order; see :func:`split_batch`."""
+    return _part(batch, _num_rows_of_batch(batch), rows)
 
-    return [part(start, stop) for start, stop in pairwise(bounds)], sizes
+
+def _part(batch: Any, num_rows: int, pick: slice | Sequence[int], *, is_whole: bool = False) -> Any:
+    def cut(value: Any, name: str) -> Any:
+        if _is_array_of_rows(value):
+            return value[pick]
+        if _is_column(value) and len(value) == num_rows:
+            if not is_whole:
+                _check_column(value, name)
+            return value[pick] if isinstance(pick, slice) else type(value)(value[row] for row in pick)
+        return _rebuilt(value, name, cut)
+
+    return cut(batch, "batch")
 
 
 def _num_rows_of_batch(batch: Any) -> int:
