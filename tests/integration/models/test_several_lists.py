@@ -22,6 +22,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from strategies import Recovery, RPCSequentialStrategy
+from strategies.pipeline.schedule.tables import one_f_one_b
 from trainer import PipelineMonitor
 
 WIDTH, WORDS = 8, 11
@@ -73,9 +74,10 @@ class Translator(LightningModule):
         return self.head(self.decoder(target, mask, memory) + memory)
 
     def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
-        loss = cross_entropy(self(*batch[:3]).flatten(0, 1), batch[3].flatten())
-        self.losses.append(loss.item())
-        return loss
+        return cross_entropy(self(*batch[:3]).flatten(0, 1), batch[3].flatten())
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(outputs["loss"].item())
 
     def validation_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
         self.log("val_loss", cross_entropy(self(*batch[:3]).flatten(0, 1), batch[3].flatten()), batch_size=len(batch))
@@ -112,6 +114,45 @@ def encoder_and_decoder() -> None:
     single = fit(Translator, one_device(), 1, **SETTINGS)
     for devices in (2, 3):
         compare(trained(Translator, devices), single)
+
+
+class Frozen(Translator):
+    """Without gradients from the first list, whose embedding is frozen too."""
+
+    def __init__(self) -> None:
+        super().__init__((4, 4))
+        self.encoder.requires_grad_(False)
+
+
+class Large(Translator):
+    def __init__(self) -> None:
+        super().__init__((4, 5))
+
+
+class Direct(Translator):
+    """The second list does not use the output of the first, but the loss does."""
+
+    def forward(self, tokens: Tensor, mask: Tensor, target: Tensor) -> Tensor:
+        memory = self.encoder(tokens, mask)
+        return self.head(self.decoder(target, mask) * memory)
+
+
+def per_microbatch(names: Sequence[str]) -> None:
+    for make, options, devices in PER_MICROBATCH:
+        if make.__name__ in names:
+            compare(trained(make, devices, **options), fit(make, one_device(), 1, **SETTINGS))
+
+
+@pytest.mark.timeout(300)
+def test_an_encoder_and_a_decoder_under_1f1b() -> None:
+    run(per_microbatch, ["Translator"], timeout_seconds=280)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("names", [("Large", "Direct"), ("Frozen", "Tied", "Killed")])
+def test_schedules_that_run_a_step_per_microbatch(names: Sequence[str]) -> None:
+    run(per_microbatch, names, timeout_seconds=280)
 
 
 class Bottleneck(nn.Module):
@@ -257,7 +298,7 @@ def test_sequences_in_a_row_are_one_list() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_sequences_in_a_row_under_1f1b() -> None:
-    run(found_lists, ["ResNet", "ConvNeXt"], "1f1b", (3,), timeout_seconds=280)
+    run(found_lists, ["ResNet", "VGG", "ConvNeXt"], "1f1b", (2,), timeout_seconds=280)
 
 
 class Tied(Translator):
@@ -275,6 +316,7 @@ class Uses(Translator):
     kills = moves = False
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
         if batch_idx != 1:
             return
         decoder = {name: 2 * value for name, value in self.decoder.state_dict().items()}
@@ -295,6 +337,18 @@ class Killed(Uses):
 
 class Moved(Uses):
     moves = True
+
+
+PER_MICROBATCH: list[tuple[Any, dict[str, Any], int]] = [
+    (Translator, {"schedule": "1f1b"}, 3),
+    (Large, {"schedule": "interleaved"}, 2),
+    (Large, {"schedule": "zb-h1", "checkpoint": "never", "microbatches": 5}, 3),
+    (Direct, {"schedule": "1f1b", "checkpoint": "always"}, 2),
+    (Frozen, {"schedule": "1f1b", "checkpoint": "never"}, 2),
+    (Tied, {"schedule": "1f1b"}, 2),
+    (Killed, {"schedule": "1f1b", "recovery": Recovery(1)}, 2),
+]
+"""Models, settings and numbers of stages, under schedules that run ``training_step`` once per micro-batch."""
 
 
 def weights_of_one_side() -> None:
@@ -369,7 +423,7 @@ def test_checkpoints(tmp_path: Path) -> None:
     run(checkpoints, str(tmp_path), timeout_seconds=280)
 
 
-def both_halves(names: Sequence[str]) -> list[str]:
+def both_halves(names: Sequence[str], schedule: str) -> list[str]:
     workers_import_transformers()
     wrong: list[str] = []
     for family in FAMILIES:
@@ -379,7 +433,7 @@ def both_halves(names: Sequence[str]) -> list[str]:
         settings: dict[str, Any] = {"train": partial(loader, family), "val": partial(loader, family), "max_epochs": 1}
         try:
             single = fit(partial(Trained, family.make), one_device(), 1, **settings)
-            strategy = RPCSequentialStrategy(microbatches=3, balance="even")
+            strategy = RPCSequentialStrategy(schedule=schedule, microbatches=3, balance="even")
             compare(fit(partial(Trained, family.make), strategy, 2, **settings), single, family.tolerance)
             assert strategy._division.where == ((f"model.{family.path}",), (f"model.{other}",))
         except BaseException as error:  # pytest's own included
@@ -393,16 +447,17 @@ def loader(family: Any) -> DataLoader:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_both_halves_of_models_of_transformers() -> None:
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_both_halves_of_models_of_transformers(schedule: str) -> None:
     names = ("T5", "BART", "Marian", "Whisper")
-    assert run(both_halves, names, env=OWN_SERVER, timeout_seconds=280) == []
+    assert run(both_halves, names, schedule, env=OWN_SERVER, timeout_seconds=280) == []
 
 
 def refused() -> dict[str, str]:
     """Returns the message of each refusal."""
     found = {}
     for name, (options, arguments) in REFUSED.items():
-        strategy = RPCSequentialStrategy(module=list(Translator.lists), **options)
+        strategy = RPCSequentialStrategy(**{"module": list(Translator.lists), **options})
         try:
             fit(Translator, strategy, 2, **SETTINGS, **arguments())
         except Exception as error:
@@ -411,8 +466,9 @@ def refused() -> dict[str, str]:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
-    "1f1b": ({"schedule": "1f1b"}, dict),
-    "interleaved": ({"schedule": "interleaved"}, dict),
+    "order": ({"schedule": "1f1b", "balance": "even", "module": ["decoder.layers", "encoder.layers"]}, dict),
+    "zbv": ({"schedule": "zbv"}, dict),
+    "table": ({"schedule": one_f_one_b}, dict),
     "auto": ({"schedule": "auto"}, dict),
     "moves by itself": ({"rebalance": "auto", "balance": "even"}, dict),
     "averages": (
@@ -423,9 +479,10 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
 }
 
 MESSAGES = {
-    "1f1b": "schedule='1f1b' runs training_step once per micro-batch, with one list of layers, but 2 lists",
-    "interleaved": "schedule='interleaved' runs training_step once per micro-batch",
-    "auto": "schedule='auto' runs training_step once per micro-batch",
+    "order": "training_step called 'encoder.layers' before 'decoder.layers', but .* Name them in the order of",
+    "zbv": "schedule='zbv' is for one list of layers, but 2 .* 'gpipe', '1f1b', 'interleaved', 'zb-h1'",
+    "table": "schedule=.*one_f_one_b.* is for one list of layers",
+    "auto": "schedule='auto' is for one list of layers",
     "moves by itself": "rebalance='auto' is for one list of layers, but several are pipelined",
     "averages": "one nn.Sequential or nn.ModuleList, but 'encoder.layers' and 'decoder.layers' are pipelined together",
     "balance": r"The provided balance \[2, 2, 2, 1\] has \[2, 2\] for list 0 of 2, which has 3 layers",
