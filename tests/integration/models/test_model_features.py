@@ -116,7 +116,7 @@ def trained(family: Family, kind: Callable[[Family], Trained], strategy: Any, de
     return fit(partial(kind, family), strategy, devices, train=data, val=val, max_epochs=1)
 
 
-EQUAL: dict[str, tuple[str, Any, str, str | None]] = {
+EQUAL: dict[str, tuple[str, Any, str, str | list[str] | None]] = {
     "generate, decoder": ("Llama", Generates, "1f1b", None),
     "generate, encoder": ("T5 encoder", Generates, "gpipe", "model.encoder.block"),
     "gradient checkpointing": (
@@ -131,6 +131,18 @@ EQUAL: dict[str, tuple[str, Any, str, str | None]] = {
         "gpipe",
         None,
     ),
+    "gradient checkpointing, both halves": (
+        "T5 encoder",
+        partial(Trained, change=lambda model: model.gradient_checkpointing_enable()),
+        "1f1b",
+        None,
+    ),
+    "gradient checkpointing, both halves, gpipe": (
+        "T5 encoder",
+        partial(Trained, change=lambda model: model.gradient_checkpointing_enable()),
+        "gpipe",
+        None,
+    ),
     "eager attention": (
         "GPT-2",
         partial(Trained, change=lambda model: model.set_attn_implementation("eager")),
@@ -139,6 +151,7 @@ EQUAL: dict[str, tuple[str, Any, str, str | None]] = {
     ),
     "teacher": ("Llama", Taught, "1f1b", "model.model.layers"),
     "teacher, gpipe": ("Llama", Taught, "gpipe", "model.model.layers"),
+    "teacher, pipelined too": ("Llama", Taught, "gpipe", None),
     "teaches itself": ("GPT-2", TeachesItself, "gpipe", None),
 }
 """Family, kind of training, schedule and path."""

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from strategies import Recovery, RPCSequentialStrategy
 from strategies.pipeline.schedule.tables import one_f_one_b
-from trainer import PipelineMonitor
+from trainer import PipelineMonitor, Trainer
 
 WIDTH, WORDS = 8, 11
 
@@ -347,8 +347,10 @@ PER_MICROBATCH: list[tuple[Any, dict[str, Any], int]] = [
     (Frozen, {"schedule": "1f1b", "checkpoint": "never"}, 2),
     (Tied, {"schedule": "1f1b"}, 2),
     (Killed, {"schedule": "1f1b", "recovery": Recovery(1)}, 2),
+    (Direct, {"recovery": Recovery(verify_every_n_steps=1)}, 2),
+    (Direct, {"schedule": "1f1b", "recovery": Recovery(verify_every_n_steps=1)}, 2),
 ]
-"""Models, settings and numbers of stages, under schedules that run ``training_step`` once per micro-batch."""
+"""Models, settings and numbers of stages, most under schedules that run ``training_step`` once per micro-batch."""
 
 
 def weights_of_one_side() -> None:
@@ -459,10 +461,23 @@ def refused() -> dict[str, str]:
     for name, (options, arguments) in REFUSED.items():
         strategy = RPCSequentialStrategy(**{"module": list(Translator.lists), **options})
         try:
-            fit(Translator, strategy, 2, **SETTINGS, **arguments())
+            fit(Late if name == "late" else Translator, strategy, 2, **SETTINGS, **arguments())
         except Exception as error:
             found[name] = str(error)
+    trainer = Trainer("cpu", devices=2, strategy=RPCSequentialStrategy(module=list(Translator.lists)), logger=False)
+    try:
+        trainer.plan(Translator(), texts())
+    except Exception as error:
+        found["plan"] = str(error)
     return found
+
+
+class Late(Translator):
+    """Builds a list in ``configure_model``, without memory as large layers are."""
+
+    def configure_model(self) -> None:
+        with torch.device("meta"):
+            self.encoder = Side(3)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
@@ -476,6 +491,8 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
         lambda: {"callbacks": [StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)]},
     ),
     "balance": ({"balance": [2, 2, 2, 1]}, dict),
+    "data plane": ({"balance": "even", "data_plane": "simulated"}, dict),
+    "late": ({"balance": "even"}, dict),
 }
 
 MESSAGES = {
@@ -486,11 +503,15 @@ MESSAGES = {
     "moves by itself": "rebalance='auto' is for one list of layers, but several are pipelined",
     "averages": "one nn.Sequential or nn.ModuleList, but 'encoder.layers' and 'decoder.layers' are pipelined together",
     "balance": r"The provided balance \[2, 2, 2, 1\] has \[2, 2\] for list 0 of 2, which has 3 layers",
+    "data plane": "2 lists of layers are pipelined one after another under data_plane='gloo' only",
+    "late": "Late has tensors without memory .* 'encoder.layers' and 'decoder.layers' are pipelined together",
+    "plan": "Trainer.plan predicts the time of one .* 'encoder.layers' and 'decoder.layers' are pipelined together",
 }
 
 
+@pytest.mark.slow
 def test_what_is_refused_is_named() -> None:
-    found = run(refused)
+    found = run(refused, timeout_seconds=170)
     for name, message in MESSAGES.items():
         assert re.search(message, found.get(name, "not refused")), (name, found.get(name))
 
@@ -506,8 +527,9 @@ class Shown(Translator):
         self.example_input_array = tokens, tokens == 0, tokens
 
 
-def test_a_measured_balance() -> None:
-    run(measured, "by_size")
+@pytest.mark.parametrize("balance", ["by_size", pytest.param("by_time", marks=pytest.mark.slow)])
+def test_a_measured_balance(balance: str) -> None:
+    run(measured, balance)
 
 
 class Squares(Translator):
@@ -520,11 +542,13 @@ class Squares(Translator):
 
 
 def monitored(folder: str) -> None:
-    monitor = PipelineMonitor(every_n_steps=1, trace_steps=[1], dirpath=folder)
-    strategy = RPCSequentialStrategy(module=list(Translator.lists), balance="even", microbatches=3)
-    compare(fit(Squares, strategy, 2, **SETTINGS, callbacks=[monitor]), fit(Squares, one_device(), 1, **SETTINGS))
-    files = {path.name for path in Path(folder).rglob("*")}
-    assert "step-1.trace.json" in files and "events.jsonl" in files and not any(name.endswith("svg") for name in files)
+    for schedule, make in (("gpipe", Squares), ("1f1b", Translator)):
+        own = f"{folder}/{schedule}"
+        monitor = PipelineMonitor(every_n_steps=1, trace_steps=[1], dirpath=own)
+        strategy = RPCSequentialStrategy("even", module=list(make.lists), schedule=schedule, microbatches=3)
+        compare(fit(make, strategy, 2, **SETTINGS, callbacks=[monitor]), fit(make, one_device(), 1, **SETTINGS))
+        files = {path.name for path in Path(own).rglob("*")}
+        assert {"step-1.trace.json", "events.jsonl"} <= files and not any(name.endswith("svg") for name in files)
 
 
 @pytest.mark.slow
