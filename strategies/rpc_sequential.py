@@ -181,8 +181,8 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             first choice is ``sequential_module``, the second are the lists of blocks of a Hugging Face model. The third
             are the ``nn.ModuleList`` with at least one layer per stage, and the last are such ``nn.Sequential``, where
             several that the model calls in a row count as one. The model's own ``forward``, which runs on the driver,
-            calls the blocks of an ``nn.ModuleList``. Under ``schedule="gpipe"`` there may be several lists,
-            ``["encoder.layers", "decoder.layers"]``: each has layers on every stage, and runs when the model calls it.
+            calls the blocks of an ``nn.ModuleList``. Under ``"gpipe"``, ``"1f1b"``, ``"interleaved"`` and ``"zb-h1"``
+            there may be several lists, ``["encoder.layers", "decoder.layers"]``: each has layers on every stage.
             ``balance`` then has the numbers of layers of the first list, followed by those of the second. See
             ``docs/models.md``.
         loss_weight: Weight of each micro-batch in losses, gradients and means (logged or returned), where

@@ -95,6 +95,13 @@ def lengths_of(module: nn.Module) -> list[int]:
     return module.lengths if isinstance(module, JoinedLists) else [len(module._modules)]
 
 
+def names_of(module: nn.Module) -> list[str]:
+    """Return for each list of a pipelined module the paths of its parts, for messages."""
+    if not isinstance(module, JoinedLists):
+        return ["the pipelined module"]
+    return [" and ".join(map(repr, dict.fromkeys((paths[0], paths[-1])))) for paths in module.paths]
+
+
 def parts_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the modules of the model that contain the layers, each with the start of the layers' names."""
     return module.parts if isinstance(module, JoinedLists) else [("", module)]

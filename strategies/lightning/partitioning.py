@@ -104,7 +104,7 @@ def find_path(
         raise MisconfigurationException(
             f"{kind} has several lists of layers that could be pipelined: {listed}. Name one of them, such as "
             f"RPCSequentialStrategy(module={groups[0][0]!r}); the others then run in the driver's process. Or use "
-            "schedule='gpipe', which pipelines all of them, one after another."
+            "schedule 'gpipe' or '1f1b', which pipeline all of them, one after another."
         )
     if not groups:
         each = f"{num_stages} devices" if least == num_stages else f"{least} chunks of layers on {num_stages} devices"

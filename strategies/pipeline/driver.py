@@ -329,7 +329,7 @@ class Pipeline(NotCopyable):
         running = self._usable()
         steps = running.per_microbatch.steps if running.per_microbatch else None
         if steps is not None and (step := steps.current) is not None:
-            return step.call(value)
+            return step.call(value, list_number)
         rows = find_rows() if self.settings.microbatches > 1 else None
         if rows is None:
             return running.fill_drain(value, microbatches=1, list_number=list_number)

@@ -119,6 +119,24 @@ class LoopNet(Net):
         return mse_loss(self(batch[0]), batch[1])
 
 
+class ListsNet(LoopNet):
+    """Has two lists; the second one comes after an operation of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.ModuleList(self.blocks[:3]), nn.ModuleList(self.blocks[3:])
+        del self.blocks
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = before = self.before(x)
+        for block in self.first:
+            x = block(x)
+        x = x.tanh() + before
+        for block in self.second:
+            x = block(x)
+        return self.behind(x)
+
+
 class TokenNet(Net):
     """A mean over tokens, of which the replicas have different numbers, and the second one has none in one batch.
 
@@ -192,6 +210,12 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "manual": (ManualNet, {}, {}),
     "blocks": (LoopNet, {"checkpoint": "always"}, {}),
     "divided, blocks, 1f1b": (LoopNet, {**DIVIDED, "schedule": "1f1b"}, {}),
+    "lists": (ListsNet, {"balance": [2, 1, 2, 1]}, {}),
+    "divided, lists, 1f1b": (
+        ListsNet,
+        {**DIVIDED, "schedule": "1f1b", "balance": [2, 1, 2, 1]},
+        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
+    ),
     "divided": (Net, DIVIDED, {}),
     "divided, accumulated and clipped, 1f1b": (
         Net,

@@ -62,7 +62,7 @@ class Division(Feature):
         """Return the dotted path of the pipelined part of a model, or those of several lists."""
         settings = self._options.settings
         num_chunks = len(stages_of_chunks(settings, num_stages))
-        self.where = find_path(model, self._options.module, num_stages, num_chunks, several=not settings.interleaves)
+        self.where = find_path(model, self._options.module, num_stages, num_chunks, several=settings.runs_several_lists)
         return self.where
 
     def move_to(self, balance: Sequence[int]) -> None:

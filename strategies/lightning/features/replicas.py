@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 
 from torch.optim import Optimizer
 
-from strategies.common.joined_lists import lengths_of
 from strategies.lightning.arguments import as_misconfiguration, check_whole_number
 from strategies.lightning.compat import MisconfigurationException
 from strategies.lightning.features.feature import Feature, MemoryArguments, PipelineArguments
@@ -34,14 +33,6 @@ class AveragedReplicas(Feature):
         """Return the feature if there are several replicas."""
         check_replicas(options.data_parallel_size, options.shard_optimizer_states)
         return cls(options.shard_optimizer_states) if options.data_parallel_size > 1 else None
-
-    def check(self, prepared: Preparation) -> None:
-        """Check that one list of layers is pipelined."""
-        if len(lengths_of(prepared.module)) > 1:
-            raise MisconfigurationException(
-                "data_parallel_size is for one list of layers, but several are pipelined one after another. Leave it "
-                "out, or name one of them by module=..."
-            )
 
     def arguments(self, prepared: Preparation, optimizers: Sequence[Optimizer]) -> PipelineArguments:
         """Return the description of the replicas. Collective: every replica calls this."""

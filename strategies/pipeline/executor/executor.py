@@ -143,7 +143,7 @@ class Executor(NotCopyable):
             grad: Whether a backward part may follow.
             context: Settings for the forward passes; by default those of the calling thread.
             gathers: Whether gradients are kept separate from ``.grad`` until they are released.
-            list_number: The list of layers that the pass runs through.
+            list_number: The list of layers that the pass runs through; 0 if it runs through all lists.
         """
         if self._layers_now() != self._layers:
             raise RuntimeError(
@@ -198,16 +198,16 @@ class Executor(NotCopyable):
     @contextmanager
     def in_backward(self, this: Pass, m: int) -> Iterator[None]:
         """Context for a backward pass through an output that the last chunk has returned with its graph."""
-        with self.own_values(), self.stage.in_backward(this, m, self.ends[this.list_number].last_chunk):
+        with self.own_values(), self.stage.in_backward(this, m, self.ends[-1].last_chunk):
             yield
 
     def own_values(self) -> AbstractContextManager[None]:
         """Return the context in which the attributes of the driver's layers have the values that the layers stored."""
         return self.side_outputs.removed_for_layers() if self.side_outputs.known else nullcontext()
 
-    def output(self, this: Pass, m: int) -> Any:
-        """Return the output of the last layer for a micro-batch, with packed objects. All skips have been popped."""
-        value = self.ends[this.list_number].outputs.receive(this.number, m)
+    def output(self, this: Pass, m: int, list_number: int) -> Any:
+        """Return the output of a list for a micro-batch, with packed objects. All skips have been popped."""
+        value = self.ends[list_number].outputs.receive(this.number, m)
         if isinstance(value, WithSideOutputs):
             value = self.side_outputs.unwrapped(value)
         return value[0]

@@ -142,7 +142,7 @@ class _Code:
     def run(self, operation: UserCode | Result) -> None:
         executor, this, m = self._executor, self._this, operation.microbatch
         if isinstance(operation, Result):
-            self.results.append(executor.output(this, m))
+            self.results.append(executor.output(this, m, this.list_number))
         elif operation.part == "b":  # there are no skips before the first layer
             part = self._parts[m]
             flags = [this.grad and tensor.requires_grad for tensor in tensors_of(part)]

@@ -8,6 +8,13 @@ shows three stages, with the driver as the last stage. ``b`` is the code before 
     stage 1     .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
     driver   b0 b1 b2 b3 F0 a0 B0 F1 a1 B1 F2 a2 B2 F3 a3 B3
 
+If there are several lists of layers, each list is one more round over the stages, and the code between two lists runs
+after the driver's chunk of the earlier list (``b``, as the code before a call) and before the backward pass of this
+chunk (``a``)::
+
+    training_step   b0 ─▶ list 0 ─▶ 2b0 ─▶ list 1 ─▶ r0: loss and its backward pass
+    gradients       a0 ◀─ list 0 ◀─ 2a0 ◀─ list 1 ◀─┘
+
 Gradients are kept separate from ``.grad`` until the backward pass of the returned loss releases them.
 
 Index letters: ``m`` micro-batch, ``i`` stage.
@@ -24,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies.common.autograd import GatheredGradients, with_backward
+from strategies.common.joined_lists import names_of
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.executor.executor import Executor, PendingPass
 from strategies.pipeline.executor.suspended import Steps, SuspendedStep
@@ -64,7 +72,7 @@ class PerMicrobatch:
 
     def __init__(self, executor: Executor, parameters: Callable[[], Sequence[nn.Parameter]]) -> None:
         self._executor, self._parameters = executor, parameters
-        self.steps = Steps(executor.stage.device)
+        self.steps = Steps(executor.stage.device, names_of(executor.module))
         """The suspended runs of user code."""
 
     def run(
@@ -144,26 +152,30 @@ class _TrainingStep:
         self, executor: Executor, steps: Steps, this: Pass, codes: Sequence[Code], weights: Sequence[float]
     ) -> None:
         self._executor, self._side_outputs = executor, executor.side_outputs
-        (self._ends,) = executor.ends  # several lists of layers have a pass each
+        self._ends, self._last = executor.ends, executor.ends[-1]
+        self._list_of = {first: number for number, first in enumerate(executor.programs.placement.firsts)}
+        """For the first stage of each list, and the edge to it, the number of the list."""
         self._threads, self._this, self._codes, self._weights = steps, this, codes, weights
         self.losses: list[Tensor | None] = []
         """The loss of each micro-batch, detached."""
         self.learns = False
         """Whether the loss of any micro-batch requires a backward pass."""
         self._steps: list[SuspendedStep] = []
-        self._inputs: list[list[Tensor]] = []
-        """For each micro-batch, the tensors in the module's input that require a gradient."""
+        self._inputs: list[list[list[Tensor]]] = [[] for _ in codes]
+        """For each micro-batch and list of layers, the tensors in the list's input that require a gradient."""
+        self._slots: list[list[list[GradientSlot]]] = [[] for _ in codes]
+        """For each micro-batch and list but the last, the gradients of the list's output."""
         self._is_joined = False
-        """Whether the last output has its graph."""
+        """Whether the last output of the last list has its graph."""
 
     def run(self, operation: UserCode | Result) -> None:
         if isinstance(operation, Result):
             self.losses.append(self._loss(operation.microbatch))
             self._executor.edges.release(self._this.limit)
         elif operation.part == "b":
-            self._begin(operation.microbatch)
+            self._call(operation.microbatch, self._list_of[operation.stage])
         else:
-            self._answer(operation.microbatch)
+            self._answer(operation.microbatch, self._list_of[operation.stage])
 
     def around(self) -> AbstractContextManager[None]:
         return self._executor.own_values()
@@ -178,18 +190,26 @@ class _TrainingStep:
                 suspended.abandon()
             raise
 
-    def _begin(self, m: int) -> None:
-        """Run the user's code until it calls the module, and put the module's input into the mailbox of stage 0."""
+    def _call(self, m: int, number: int) -> None:
+        """Run the user's code until it calls a list, and put the list's input into the mailbox of its first stage."""
         this, recorder = self._this, self._executor.stage.recorder
         if recorder is not None:
             recorder.begin()
-        code = partial(self._in_context, self._codes[m])
-        step = self._threads.begin(code, layer_seed(this.seed, m, -1), this.context)
-        self._steps.append(step)
+        if number == 0:
+            code = partial(self._in_context, self._codes[m])
+            self._steps.append(self._threads.begin(code, layer_seed(this.seed, m, -1), this.context))
+        else:
+            output, slots = self._cut_off(self._output(m, number - 1))
+            self._slots[m].append(slots)
+            self._steps[m].resume(output)
+            del output
+        step = self._steps[m]
         if not step.has_called:
             raise RuntimeError(
-                "training_step did not call the pipelined module for one of its micro-batches; schedule='1f1b' runs it "
-                "once per micro-batch, with one call in each. Use schedule='gpipe'."
+                f"training_step did not call {self._threads.lists[number]} for one of its micro-batches; "
+                "schedule='1f1b' runs it once per micro-batch, with one call in each. "
+                + ("Leave it out of module=[...], or use" if len(self._ends) > 1 else "Use")
+                + " schedule='gpipe'."
             )
         if step.context != this.context:
             raise RuntimeError(
@@ -204,9 +224,28 @@ class _TrainingStep:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if recorder is not None:
             recorder.end("b", m, number=this.number)
-        self._inputs.append([t for t in tensors if t.requires_grad])
+        self._inputs[m].append([t for t in tensors if t.requires_grad])
         flags = [t.requires_grad for t in tensors]
-        self._ends.inputs.send((with_leaves(sent, spec), {}), this.number, m, requires_grad=flags)
+        self._ends[number].inputs.send((with_leaves(sent, spec), {}), this.number, m, requires_grad=flags)
+
+    def _output(self, m: int, number: int) -> Any:
+        """Return the output of a list for a micro-batch, with packed objects."""
+        if self._side_outputs.known:
+            self._side_outputs.restore()
+        output, this = self._executor.output(self._this, m, number), self._this
+        if self._side_outputs.known:
+            self._side_outputs.insert(
+                lambda value: m >= this.recomputed and (this.microbatches == 1 or is_fresh(value))
+            )
+        return output
+
+    @staticmethod
+    def _cut_off(output: Any) -> tuple[Any, list[GradientSlot]]:
+        """Return an output for the user's code, without its graph, and the slots for its gradients."""
+        slots = [GradientSlot() for tensor in tensors_of(output) if tensor.requires_grad]
+        output = entered(output, slots)
+        with torch.enable_grad():
+            return unpack_objects(output), slots
 
     def _in_context(self, code: Code) -> Any:
         with self._this.context.entered(grad=True):
@@ -219,12 +258,12 @@ class _TrainingStep:
         the loss immediately. Two calls of autograd, with the output as a leaf in between, would cost more.
         """
         action, this = row[place], self._this
-        if not isinstance(action, Action) or action.kind != "F" or action.stage != self._ends.last_chunk:
+        if not isinstance(action, Action) or action.kind != "F" or action.stage != self._last.last_chunk:
             return False
         m = action.microbatch
         self._is_joined = (
             not (m < this.recomputed or this.at_once or this.splits)
-            and not self._inputs[m]  # otherwise _answer uses the graph of the code before the call again
+            and not any(self._inputs[m])  # otherwise _answer uses the graph of the code before the call again
             and self._comes_next(Action("B", m, action.stage), islice(row, place + 1, None))
         )
         return self._is_joined
@@ -232,7 +271,7 @@ class _TrainingStep:
     def _comes_next(self, backward: Action, later: Iterable[Operation]) -> bool:
         for operation in later:
             if isinstance(operation, UserCode):
-                if operation.part == "b" or self._inputs[operation.microbatch]:
+                if operation.part == "b" or self._inputs_of(operation.microbatch, operation.stage):
                     return False
             elif not isinstance(operation, Result) and not self._is_empty(operation):
                 return operation == backward
@@ -240,32 +279,29 @@ class _TrainingStep:
 
     def _is_empty(self, operation: Operation) -> bool:
         """Whether an operation receives the gradients of an input that requires no gradient."""
-        if not isinstance(operation, Post) or (operation.way, operation.kind, operation.edge) != ("RECV", "B", 0):
+        if not isinstance(operation, Post) or (operation.way, operation.kind) != ("RECV", "B"):
             return False
-        return not self._inputs[operation.microbatch]
+        return operation.edge in self._list_of and not self._inputs_of(operation.microbatch, operation.edge)
+
+    def _inputs_of(self, m: int, stage: int) -> list[Tensor]:
+        return self._inputs[m][self._list_of[stage]]
 
     def _loss(self, m: int) -> Tensor | None:
         """Run the code after the call of the module for a micro-batch, with its backward pass."""
         executor, this, is_joined = self._executor, self._this, self._is_joined
         step = self._steps[m]
-        if self._side_outputs.known:
-            self._side_outputs.restore()
         if (recorder := executor.stage.recorder) is not None:
             recorder.begin()
-        output = executor.output(this, m)
-        if self._side_outputs.known:
-            self._side_outputs.insert(
-                lambda value: m >= this.recomputed and (this.microbatches == 1 or is_fresh(value))
-            )
+        output = self._output(m, len(self._ends) - 1)
         slots: list[GradientSlot] = []
         ended: list[bool] = []
         if is_joined and recorder is not None:
             self._end_at_output(recorder, output, m, ended)
-        if not is_joined:
-            slots = [GradientSlot() for tensor in tensors_of(output) if tensor.requires_grad]
-            output = entered(output, slots)
-        with torch.enable_grad():
-            output = unpack_objects(output)
+        if is_joined:
+            with torch.enable_grad():
+                output = unpack_objects(output)
+        else:
+            output, slots = self._cut_off(output)
         step.resume(output)
         del output
         loss, step.result = step.result, None
@@ -276,15 +312,13 @@ class _TrainingStep:
         if loss is not None and loss.requires_grad and self._weights[m]:  # 0 times an infinite gradient is NaN
             # The loss may also depend on the input directly; _answer then uses that part of the graph again. If it
             # depends on side outputs of this stage, the backward action uses the stage's graph again.
-            keep = not is_joined and (
-                bool(self._inputs[m]) or (bool(self._side_outputs.known) and self._side_outputs.have_graphs)
-            )
+            keep = not is_joined and (any(self._inputs[m]) or self._use_graphs_of_stages)
             with executor.in_backward(this, m) if is_joined else nullcontext():
                 loss.backward(torch.full_like(loss, self._weights[m]), retain_graph=keep)
         if slots:
-            self._ends.output_grads.send([slot.value for slot in slots], this.number, m)
+            self._last.output_grads.send([slot.value for slot in slots], this.number, m)
         if recorder is not None and not ended:
-            recorder.end("loss", m, self._ends.last_chunk, this.number)
+            recorder.end("loss", m, self._last.last_chunk, this.number)
         return None if loss is None else loss.detach().clone()  # later code may change the returned loss
 
     def _end_at_output(self, recorder: ActionRecorder, output: Any, m: int, ended: list[bool]) -> None:
@@ -300,22 +334,32 @@ class _TrainingStep:
         def end(_: Tensor) -> None:
             if not ended:
                 ended.append(True)
-                recorder.split("loss", m, self._ends.last_chunk, self._this.number)
+                recorder.split("loss", m, self._last.last_chunk, self._this.number)
 
         for tensor in tensors_of(output):
             if tensor.requires_grad:
                 tensor.register_hook(end)
 
-    def _answer(self, m: int) -> None:
-        """Run the backward pass of the code before the call."""
-        inputs, self._inputs[m] = self._inputs[m], []
+    @property
+    def _use_graphs_of_stages(self) -> bool:
+        """Whether the user's code may have used side outputs of the driver's stage with their graphs."""
+        return bool(self._side_outputs.known) and self._side_outputs.have_graphs
+
+    def _answer(self, m: int, number: int) -> None:
+        """Run the backward pass of the code before the call of a list."""
+        inputs, self._inputs[m][number], this = self._inputs[m][number], [], self._this
         if inputs:
             if (recorder := self._executor.stage.recorder) is not None:
                 recorder.begin()
-            grads = self._ends.input_grads.receive(self._this.number, m)
+            grads = self._ends[number].input_grads.receive(this.number, m)
             if recorder is not None:
                 recorder.received()
             known = [(t, grad) for t, grad in zip(inputs, grads, strict=True) if grad is not None]
-            torch.autograd.backward([t for t, _ in known], [grad for _, grad in known])
+            # The input may also depend on the input of an earlier list directly.
+            keep = number > 0 and (any(self._inputs[m]) or self._use_graphs_of_stages)
+            torch.autograd.backward([t for t, _ in known], [grad for _, grad in known], retain_graph=keep)
             if recorder is not None:
-                recorder.end("a", m, number=self._this.number)
+                recorder.end("a", m, number=this.number)
+        if number > 0 and (slots := self._slots[m][number - 1]):
+            self._ends[number - 1].output_grads.send([slot.value for slot in slots], this.number, m)
+            self._slots[m][number - 1] = []

@@ -12,7 +12,7 @@ from strategies.pipeline.schedule.custom import CustomTable, custom_table
 from strategies.pipeline.schedule.planned import AUTO as AUTO_SCHEDULE
 from strategies.pipeline.schedule.posting import direct_order, posting_order
 from strategies.pipeline.schedule.program import Programs
-from strategies.pipeline.schedule.tables import SCHEDULES, Placement
+from strategies.pipeline.schedule.tables import SCHEDULES, ActionTable, Placement
 from strategies.pipeline.stage.layers import RECOMPUTE_MODES
 from strategies.pipeline.transport.planes import AUTO, GLOO, PLANES, chosen_plane
 
@@ -48,6 +48,12 @@ class Settings:
         return self.schedule != "gpipe"
 
     @property
+    def runs_several_lists(self) -> bool:
+        """Whether the schedule can run several lists of layers one after another."""
+        named = SCHEDULES.get(self.schedule) if isinstance(self.schedule, str) else None
+        return named is not None and (not self.interleaves or named.lists is not None)
+
+    @property
     def is_auto(self) -> bool:
         """Whether the schedule still has to be chosen."""
         return self.schedule == AUTO_SCHEDULE
@@ -73,10 +79,11 @@ class Settings:
             ValueError: If the file of a table cannot be read, or a custom table cannot run on this number of
                 processes.
         """
-        if num_lists > 1 and self.interleaves:
+        if num_lists > 1 and not self.runs_several_lists:
+            known = ", ".join(repr(name) for name, named in SCHEDULES.items() if name == "gpipe" or named.lists)
             raise ValueError(
-                f"schedule={self.schedule!r} runs training_step once per micro-batch, with one list of layers, but "
-                f"{num_lists} lists are to be pipelined. Use schedule='gpipe', or name one list by module=..."
+                f"schedule={self.schedule!r} is for one list of layers, but {num_lists} lists are to be pipelined. Use "
+                f"one of {known}, or name one list by module=..."
             )
         if num_lists > 1 and ordered:
             raise ValueError(
@@ -89,8 +96,18 @@ class Settings:
             named = SCHEDULES[schedule]
             chunks = 1 if self.is_auto else self.chunks or named.chunks[1]
             placement, at_once = named.placement(processes, chunks), not self.pipelined_backward
+
+            def lists(microbatches: int) -> ActionTable:
+                assert named.lists is not None
+                return named.lists(processes, microbatches, chunks * num_lists)
+
             return Programs(
-                lambda m: named.table(processes, m, chunks), placement, order, at_once=at_once, num_lists=num_lists
+                lambda m: named.table(processes, m, chunks),
+                placement,
+                order,
+                at_once=at_once,
+                num_lists=num_lists,
+                lists=lists if num_lists > 1 and named.lists is not None else None,
             )
         try:
             placement = Placement.of(custom_table(schedule, processes, self.microbatches))

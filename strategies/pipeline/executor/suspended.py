@@ -9,7 +9,7 @@ state and default dtype (global to the process), and separate thread-local setti
 does not affect these.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -124,7 +124,16 @@ class _ThreadSettings:
 
 
 class SuspendedStep:
-    """One run of a function, started by :meth:`Steps.begin`."""
+    """One run of a function, started by :meth:`Steps.begin`.
+
+    Args:
+        function: The function.
+        seed: The seed of its random numbers.
+        device: The device of this process.
+        expected: The settings under which the function is expected to call the module.
+        python: The state of Python's generator.
+        lists: A description of each list of layers that the function has to call, in this order.
+    """
 
     def __init__(
         self,
@@ -133,6 +142,7 @@ class SuspendedStep:
         device: torch.device,
         expected: PassContext | None,
         python: PythonGenerator,
+        lists: Sequence[str],
     ) -> None:
         self.has_called = False
         """Whether the function has called the module and is suspended until it gets the output."""
@@ -143,6 +153,7 @@ class SuspendedStep:
         self.result: Any = None
         """The return value of the function."""
         self._device, self._seed, self._expected, self._python = device, seed, expected, python
+        self._lists, self._num_calls = lists, 0
         self._device_types = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
         self._random_state: list[Any] | None = None
         self._default_dtype: torch.dtype | None = None
@@ -152,7 +163,7 @@ class SuspendedStep:
         self._lead = getcurrent()
 
     def resume(self, output: Any = None) -> None:
-        """Return ``output`` from the function's call of the module, and wait until the function has ended.
+        """Return ``output`` from the function's call of the module, and wait until it calls another list or ends.
 
         Raises:
             Exception: Any exception that the function raises.
@@ -192,21 +203,27 @@ class SuspendedStep:
         if error is not None:
             raise error
 
-    def call(self, input: Any) -> Any:
-        """Suspend the step in its call of the module, and return the module's output when the step is resumed."""
-        if self.context is not None:
-            raise RuntimeError(
-                "training_step called the pipelined module twice; schedule='1f1b' runs it once per micro-batch, with "
-                "one call in each. Use schedule='gpipe'."
-            )
+    def call(self, input: Any, list_number: int = 0) -> Any:
+        """Suspend the step in its call of a list of layers, and return the list's output when the step is resumed."""
         if not torch.is_grad_enabled():
             raise RuntimeError(
-                "training_step called the pipelined module under no_grad, but schedule='1f1b' runs its backward pass "
-                "within the same call. Use schedule='gpipe'."
+                f"training_step called {self._lists[list_number]} under no_grad, but schedule='1f1b' runs its backward "
+                "pass within the same call. Use schedule='gpipe'."
+            )
+        if list_number < self._num_calls:
+            raise RuntimeError(
+                f"training_step called {self._lists[list_number]} twice; schedule='1f1b' runs it once per micro-batch, "
+                "with one call in each. Use schedule='gpipe'."
+            )
+        if list_number > self._num_calls:
+            raise RuntimeError(
+                f"training_step called {self._lists[list_number]} before {self._lists[self._num_calls]}, but schedules "
+                "that run it once per micro-batch, such as '1f1b', run the lists of layers in the order of "
+                f"module=[{', '.join(self._lists)}]. Name them in the order of their calls, or use schedule='gpipe'."
             )
         expected = self._expected
         is_expected = expected is not None and expected.is_current(self._device.type)
-        self.input, self.has_called = input, True
+        self.input, self.has_called, self._num_calls = input, True, self._num_calls + 1
         self.context = expected if is_expected else PassContext.capture(self._device.type)
         del input
         self._suspended = getcurrent()  # a greenlet of the user if training_step calls the module in one
@@ -247,10 +264,11 @@ class Steps:
 
     Args:
         device: The device of this process.
+        lists: A description of each list of layers that a step has to call, in this order.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._python = device, PythonGenerator()
+    def __init__(self, device: torch.device, lists: Sequence[str] = ("the pipelined module",)) -> None:
+        self._device, self._python, self.lists = device, PythonGenerator(), lists
 
     @property
     def current(self) -> SuspendedStep | None:
@@ -273,7 +291,7 @@ class Steps:
         Raises:
             Exception: Any exception that the function raises.
         """
-        step = SuspendedStep(function, seed, self._device, expected, self._python)
+        step = SuspendedStep(function, seed, self._device, expected, self._python, self.lists)
         try:
             step.resume()
         except BaseException:  # including KeyboardInterrupt, while the function still runs

@@ -14,16 +14,21 @@ from strategies.pipeline.schedule.tables import Action
 class UserCode(NamedTuple):
     """The part of the model outside the stages, which the driver runs for a micro-batch. Prints as ``b0`` or ``a0``.
 
+    If there are several lists of layers, the code between two lists prints as ``4b0`` and ``4a0`` if stage 4 is the
+    first stage of the second list. It takes the output of the stage before.
+
     Attributes:
-        part: ``"b"`` for the code before the call of the pipelined module (embeddings), ``"a"`` for its backward pass.
+        part: ``"b"`` for the code before the call of a list of layers (embeddings), ``"a"`` for its backward pass.
         microbatch: The micro-batch.
+        stage: The first stage of the list.
     """
 
     part: Literal["b", "a"]
     microbatch: int
+    stage: int = 0
 
     def __repr__(self) -> str:
-        return f"{self.part}{self.microbatch}"
+        return f"{self.stage or ''}{self.part}{self.microbatch}"
 
 
 Computation: TypeAlias = Action | UserCode
@@ -100,7 +105,7 @@ def edge_to(computation: Computation) -> Edge | None:
     if computation[0] in "bW":
         return None
     if isinstance(computation, UserCode):
-        return "B", 0
+        return "B", computation.stage
     return ("F", computation.stage) if computation.kind == "F" else ("B", computation.stage + 1)
 
 
@@ -109,5 +114,5 @@ def edge_from(computation: Computation) -> Edge | None:
     if computation[0] in "aW":
         return None
     if isinstance(computation, UserCode):
-        return "F", 0
+        return "F", computation.stage
     return ("F", computation.stage + 1) if computation.kind == "F" else ("B", computation.stage)

@@ -13,7 +13,17 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TypeVar
 
-from strategies.pipeline.schedule.operations import Computation, Operation, Post, Result, Row, Tied, UserCode
+from strategies.pipeline.schedule.operations import (
+    Computation,
+    Edge,
+    Operation,
+    Post,
+    Result,
+    Row,
+    Tied,
+    UserCode,
+    edge_to,
+)
 from strategies.pipeline.schedule.posting import direct_order
 from strategies.pipeline.schedule.running_order import assumed_times, check_complete, running_order, sources_of
 from strategies.pipeline.schedule.tables import Action, ActionTable, Placement
@@ -30,8 +40,8 @@ class Program:
 
     Attributes:
         rows: The actions of each rank, in order.
-        driver: The last row, with the user's code before the call of the module (``b``, which sends the input of a
-            micro-batch to stage 0) and its backward pass (``a``, which receives the gradients of the input).
+        driver: The last row, with the user's code before the call of a list of layers (``b``, which sends the input of
+            a micro-batch to the first stage) and its backward pass (``a``, which receives the gradients of the input).
         limit: Maximum number of values in transit on one channel. A process that has sent more waits for the oldest
             value to arrive. This bounds memory and, with this limit, causes no deadlock.
         splits: Whether some backward passes have two parts.
@@ -75,11 +85,12 @@ class Programs:
         at_once: Whether each process receives all gradients before it runs its backward passes, if these follow all
             forward passes.
         num_lists: Number of lists of layers. ``schedule`` and ``placement`` are those of one list.
+        lists: Returns the table of all lists, for schedules that interleave their passes.
 
     Attributes:
-        training: Interleaved forward and backward passes of one list.
-        forward: Forward passes only.
-        backward: The backward passes of all micro-batches, after all forward passes.
+        training: Interleaved forward and backward passes; of one list if there is no table of all lists.
+        forward: Forward passes only, of one list.
+        backward: The backward passes of all micro-batches, after all forward passes, of one list.
         placement: The row of the table for each stage of all lists.
         rank_of: The rank of each stage of all lists.
     """
@@ -92,8 +103,10 @@ class Programs:
         *,
         at_once: bool = False,
         num_lists: int = 1,
+        lists: Callable[[int], ActionTable] | None = None,
     ) -> None:
         self._schedule, self._placement, self._order, self._at_once = schedule, placement, order, at_once
+        self._lists = lists
         self.placement = placement.repeated(num_lists)
         self.rank_of = ranks_of(self.placement)
         self._of_lists: dict[tuple[str, int, int], Program] = {}
@@ -102,12 +115,12 @@ class Programs:
         self.backward: Mapping[int, Program] = _Computed(self._backward)
 
     def of(self, part: str, microbatches: int, number: int = 0) -> Program:
-        """Return the program of a pass through the stages of one list.
+        """Return the program of a pass: of training with interleaved passes, or of one list.
 
         Args:
             part: ``"training"``, ``"forward"`` or ``"backward"``.
             microbatches: Number of micro-batches.
-            number: Number of the list.
+            number: Number of the list; 0 for all of them.
         """
         key = part, microbatches, number
         if key not in self._of_lists:
@@ -116,19 +129,20 @@ class Programs:
         return self._of_lists[key]
 
     def _training(self, microbatches: int) -> Program:
-        table, driver = self._schedule(microbatches), self._placement.driver
+        placement = self._placement if self._lists is None else self.placement
+        table = (self._lists or self._schedule)(microbatches)
         check_order(table)
-        if (other := Placement.of(table)) != self._placement:
+        if (other := Placement.of(table).process_of) != placement.process_of:
             raise ValueError(
-                f"the table for {microbatches} micro-batches has stages 0, 1, ... on processes {other.process_of}, but "
-                f"the layers were divided for {self._placement.process_of}; a stage must have one process in all tables"
+                f"the table for {microbatches} micro-batches has stages 0, 1, ... on processes {other}, but the layers "
+                f"were divided for {placement.process_of}; a stage must have one process in all tables"
             )
         splits = any(action.kind == "W" for row in table for action in row)
         with_code: list[list[Computation]] = [list(row) for row in table]
-        with_code[driver] = driver_row(table)
-        limit = _limit(with_code, self._placement)
+        with_code[placement.driver] = own = driver_row(table, placement.firsts)
+        limit = _limit(with_code, placement)
         exchanges = Tied("values"), Tied("gradients")
-        return _program(table, with_code[driver], limit, self._placement, self._order, exchanges, splits=splits)
+        return _program(table, own, limit, placement, self._order, exchanges, splits=splits)
 
     def _backward(self, microbatches: int) -> Program:
         table = [[action for action in row if action.kind != "F"] for row in self._schedule(microbatches)]
@@ -148,6 +162,8 @@ def from_stage(program: Program, first: int) -> Program:
     def later(operation: AnyOperation) -> AnyOperation:
         if isinstance(operation, Action):
             return operation._replace(stage=operation.stage + first)
+        if isinstance(operation, UserCode):
+            return operation._replace(stage=operation.stage + first)
         return operation._replace(edge=operation.edge + first) if isinstance(operation, Post) else operation
 
     return replace(
@@ -164,7 +180,7 @@ def ranks_of(placement: Placement) -> tuple[int, ...]:
     return tuple((process - placement.driver - 1) % num for process in placement.process_of)
 
 
-def driver_row(table: ActionTable) -> list[Computation]:
+def driver_row(table: ActionTable, firsts: Sequence[int] = (0,)) -> list[Computation]:
     """Return the driver's row with the user's code before the call of the module (``b``) and its backward pass (``a``).
 
     If the driver has stage 0, ``b`` directly precedes the stage's forward pass, and ``a`` follows its backward pass.
@@ -177,7 +193,12 @@ def driver_row(table: ActionTable) -> list[Computation]:
         stage 2  b0 b1 b2 F0 B0 == F1 b3 B1 == F2 B2 == F3 a0 B3 == a1 a2 .  .  a3
 
     The places follow from the times of :func:`~strategies.pipeline.schedule.running_order.assumed_times`, so they
-    cannot cause a deadlock.
+    cannot cause a deadlock. The code between two lists of layers directly follows the forward pass of the last stage of
+    the earlier list, and its backward pass directly precedes that of the stage.
+
+    Args:
+        table: The table.
+        firsts: The first stage of each list of layers.
 
     Raises:
         ValueError: If the table is incomplete or deadlocks.
@@ -187,6 +208,16 @@ def driver_row(table: ActionTable) -> list[Computation]:
     driver, num = placement.driver, 1 + max(action.microbatch for row in table for action in row)
     row: list[Computation] = []
     gradients = {m: Action("B", m, 0) if Action("B", m, 0) in end else Action("I", m, 0) for m in range(num)}
+    if len(firsts) > 1:
+        inside = driver_row(table)
+        for step in inside:
+            between = isinstance(step, Action) and step.kind != "W" and step.stage + 1 in firsts[1:]
+            if between and step[0] != "F":
+                row.append(UserCode("a", step.microbatch, step.stage + 1))
+            row.append(step)
+            if between and step[0] == "F":
+                row.append(UserCode("b", step.microbatch, step.stage + 1))
+        return row
     if placement.process_of[0] == driver:
         for action in table[driver]:
             if action.stage == 0 and action.kind == "F":
@@ -337,19 +368,17 @@ def can_run(rows: Sequence[Sequence[Computation]], placement: Placement, limit: 
     """
     num = placement.num_stages
     row_of = {computation: r for r, row in enumerate(rows) for computation in row}
-    targets: dict[Computation, list[tuple[str, int]]] = {}
-    """For each computation that sends, its channels: the kind and the stage of the computation that needs the value."""
+    targets: dict[Computation, list[Edge]] = {}
+    """For each computation that sends, its channels."""
     sources: dict[Computation, list[Computation]] = {}
-    channel_of: dict[Computation, tuple[str, int]] = {}
+    channel_of: dict[Computation, Edge] = {}
     for r, row in enumerate(rows):
         for computation in row:
-            sources[computation] = [need for need in sources_of(computation, num) if need in row_of]
-            for need in sources[computation]:
-                if row_of[need] != r:
-                    stage = computation.stage if isinstance(computation, Action) else -1
-                    channel_of[computation] = ("F" if computation[0] == "F" else "B", stage)
-                    targets.setdefault(need, []).append(channel_of[computation])
-    under_way: Counter[tuple[str, int]] = Counter()
+            sources[computation] = own = [need for need in sources_of(computation, num) if need in row_of]
+            if own and row_of[own[-1]] != r and (edge := edge_to(computation)) is not None:
+                channel_of[computation] = edge
+                targets.setdefault(own[-1], []).append(edge)
+    under_way: Counter[Edge] = Counter()
     place, sent, progress = [0] * len(rows), [False] * len(rows), True
     ended: set[Computation] = set()
     while progress:

@@ -103,8 +103,7 @@ def running_order(rows: Sequence[Sequence[Computation]], num_stages: int) -> lis
                 if source not in ended:
                     missing = source
                     break
-                if source_row != r:
-                    awaited = source
+                awaited = source if source_row != r else None
             if missing is not None:
                 waiting.setdefault(missing, []).append(r)
                 break
@@ -139,19 +138,25 @@ def assumed_times(order: Sequence[Running]) -> tuple[dict[Computation, float], d
 def sources_of(computation: Computation, num_stages: int) -> tuple[Computation, ...]:
     """Return the computations whose results a computation needs, both for whole and for split backward passes.
 
-    A row contains either ``B`` or ``I`` of a stage and micro-batch. ``b`` is a source of stage 0 if the driver runs
-    code before the call of the module.
+    A row contains either ``B`` or ``I`` of a stage and micro-batch. ``b`` is a source of stage 0, and of the first
+    stage of each list, if the driver runs code before the call of the list; the backward pass ``a`` of this code is a
+    source of the stage before. The last source in any row is the one whose result the computation takes.
     """
     m = computation.microbatch
     if isinstance(computation, UserCode):
-        return () if computation.part == "b" else (Action("B", m, 0), Action("I", m, 0))
+        _, _, i = computation
+        if computation.part == "b":
+            return (Action("F", m, i - 1),) if i > 0 else ()
+        return Action("B", m, i), Action("I", m, i)
     kind, _, i = computation
     if kind == "F":
-        return (Action("F", m, i - 1),) if i > 0 else (UserCode("b", m),)
+        return (Action("F", m, i - 1), UserCode("b", m, i)) if i > 0 else (UserCode("b", m),)
     if kind == "W":
         return (Action("I", m, i),)
     own = Action("F", m, i)
-    return (own, Action("B", m, i + 1), Action("I", m, i + 1)) if i + 1 < num_stages else (own,)
+    if i + 1 == num_stages:
+        return (own,)
+    return own, Action("B", m, i + 1), Action("I", m, i + 1), UserCode("a", m, i + 1)
 
 
 def _checked_placement(table: ActionTable, given: Placement | None) -> Placement:

@@ -461,18 +461,21 @@ class Named(NamedTuple):
         table: Returns the table for a number of processes, micro-batches and stages per process.
         placement: Returns the process of each stage, given the number of processes and of stages per process.
         chunks: The smallest, the default and the largest number of stages per process.
+        lists: Returns the table of several lists of layers, given the number of stages per process in all lists: each
+            list is one more round over the processes. ``None`` if the lists do not share a table.
     """
 
     table: Callable[[int, int, int], ActionTable]
     placement: Callable[[int, int], Placement]
     chunks: tuple[int, int, int]
+    lists: Callable[[int, int, int], ActionTable] | None = None
 
 
 SCHEDULES: Mapping[str, Named] = {
     "gpipe": Named(lambda p, m, chunks: gpipe(p, m), loop, (1, 1, 1)),
-    "1f1b": Named(lambda p, m, chunks: one_f_one_b(p, m), loop, (1, 1, 1)),
-    "interleaved": Named(interleaved, loop, (2, 2, 2**10)),
-    "zb-h1": Named(zb_h1, loop, (1, 1, 2**10)),
+    "1f1b": Named(lambda p, m, chunks: one_f_one_b(p, m), loop, (1, 1, 1), interleaved),
+    "interleaved": Named(interleaved, loop, (2, 2, 2**10), interleaved),
+    "zb-h1": Named(zb_h1, loop, (1, 1, 2**10), zb_h1),
     "zbv": Named(lambda p, m, chunks: zbv(p, m), lambda p, chunks: v(p), (2, 2, 2)),
     "v-half": Named(lambda p, m, chunks: v_half(p, m), lambda p, chunks: v(p), (2, 2, 2)),
 }

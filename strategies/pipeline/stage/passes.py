@@ -21,7 +21,8 @@ class Pass:
         splits: Whether backward passes have two parts.
         gathers: Whether gradients are kept separate from ``.grad`` until they are released.
         shares: Whether values of tied parameters may have changed since the previous pass.
-        list_number: Number of the list of layers that the pass runs through; 0 if there is one list.
+        list_number: Number of the list of layers that the pass runs through; 0 if there is one list or if the pass
+            runs through all lists.
     """
 
     number: int

@@ -115,7 +115,7 @@ def trained(family: Family, kind: Callable[[Family], Trained], strategy: Any, de
     return fit(partial(kind, family), strategy, devices, train=data, val=val, max_epochs=1)
 
 
-EQUAL: dict[str, tuple[str, Any, str, str | None]] = {
+EQUAL: dict[str, tuple[str, Any, str, str | list[str] | None]] = {
     "generate, decoder": ("Llama", Generates, "1f1b", None),
     "generate, encoder": ("T5 encoder", Generates, "gpipe", "model.encoder.block"),
     "gradient checkpointing": (
@@ -130,6 +130,18 @@ EQUAL: dict[str, tuple[str, Any, str, str | None]] = {
         "gpipe",
         None,
     ),
+    "gradient checkpointing, both halves": (
+        "T5 encoder",
+        partial(Trained, change=lambda model: model.gradient_checkpointing_enable()),
+        "1f1b",
+        None,
+    ),
+    "gradient checkpointing, both halves, gpipe": (
+        "T5 encoder",
+        partial(Trained, change=lambda model: model.gradient_checkpointing_enable()),
+        "gpipe",
+        None,
+    ),
     "eager attention": (
         "GPT-2",
         partial(Trained, change=lambda model: model.set_attn_implementation("eager")),
@@ -138,6 +150,7 @@ EQUAL: dict[str, tuple[str, Any, str, str | None]] = {
     ),
     "teacher": ("Llama", Taught, "1f1b", "model.model.layers"),
     "teacher, gpipe": ("Llama", Taught, "gpipe", "model.model.layers"),
+    "teacher, pipelined too": ("Llama", Taught, "gpipe", None),
     "teaches itself": ("GPT-2", TeachesItself, "gpipe", None),
 }
 """Family, kind of training, schedule and path."""
@@ -180,17 +193,11 @@ REFUSED: dict[str, tuple[Family, Any, str | None, str]] = {
         r"model\.hubert\.encoder skips blocks at random in training \(config\.layerdrop is 0\.2\)",
     ),
     "one block for all layers": (ALBERT, Trained, None, "has no nn.Sequential or nn.ModuleList with at least 2 layers"),
-    "two lists": (
-        BY_NAME["T5 encoder"],
-        Trained,
-        None,
-        r"several lists .*'model\.encoder\.block' \(4 T5Block\), 'model\.decoder\.block' \(4 T5Block\)",
-    ),
     "two models": (
         BY_NAME["Llama"],
         Taught,
         None,
-        r"several lists .*'model\.model\.layers' .*'teacher\.model\.layers' .*module='model\.model\.layers'",
+        r"training_step called 'teacher\.model\.layers' under no_grad, .* Use schedule='gpipe'",
     ),
     "a cache": (
         BY_NAME["Llama"],

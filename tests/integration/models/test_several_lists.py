@@ -22,7 +22,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from strategies import Recovery, RPCSequentialStrategy
-from trainer import PipelineMonitor
+from strategies.pipeline.schedule.tables import one_f_one_b
+from trainer import PipelineMonitor, Trainer
 
 WIDTH, WORDS = 8, 11
 
@@ -73,9 +74,10 @@ class Translator(LightningModule):
         return self.head(self.decoder(target, mask, memory) + memory)
 
     def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
-        loss = cross_entropy(self(*batch[:3]).flatten(0, 1), batch[3].flatten())
-        self.losses.append(loss.item())
-        return loss
+        return cross_entropy(self(*batch[:3]).flatten(0, 1), batch[3].flatten())
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(outputs["loss"].item())
 
     def validation_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
         self.log("val_loss", cross_entropy(self(*batch[:3]).flatten(0, 1), batch[3].flatten()), batch_size=len(batch))
@@ -112,6 +114,45 @@ def encoder_and_decoder() -> None:
     single = fit(Translator, one_device(), 1, **SETTINGS)
     for devices in (2, 3):
         compare(trained(Translator, devices), single)
+
+
+class Frozen(Translator):
+    """Without gradients from the first list, whose embedding is frozen too."""
+
+    def __init__(self) -> None:
+        super().__init__((4, 4))
+        self.encoder.requires_grad_(False)
+
+
+class Large(Translator):
+    def __init__(self) -> None:
+        super().__init__((4, 5))
+
+
+class Direct(Translator):
+    """The second list does not use the output of the first, but the loss does."""
+
+    def forward(self, tokens: Tensor, mask: Tensor, target: Tensor) -> Tensor:
+        memory = self.encoder(tokens, mask)
+        return self.head(self.decoder(target, mask) * memory)
+
+
+def per_microbatch(names: Sequence[str]) -> None:
+    for make, options, devices in PER_MICROBATCH:
+        if make.__name__ in names:
+            compare(trained(make, devices, **options), fit(make, one_device(), 1, **SETTINGS))
+
+
+@pytest.mark.timeout(300)
+def test_an_encoder_and_a_decoder_under_1f1b() -> None:
+    run(per_microbatch, ["Translator"], timeout_seconds=280)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("names", [("Large", "Direct"), ("Frozen", "Tied", "Killed")])
+def test_schedules_that_run_a_step_per_microbatch(names: Sequence[str]) -> None:
+    run(per_microbatch, names, timeout_seconds=280)
 
 
 class Bottleneck(nn.Module):
@@ -257,7 +298,7 @@ def test_sequences_in_a_row_are_one_list() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_sequences_in_a_row_under_1f1b() -> None:
-    run(found_lists, ["ResNet", "ConvNeXt"], "1f1b", (3,), timeout_seconds=280)
+    run(found_lists, ["ResNet", "VGG", "ConvNeXt"], "1f1b", (2,), timeout_seconds=280)
 
 
 class Tied(Translator):
@@ -275,6 +316,7 @@ class Uses(Translator):
     kills = moves = False
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
         if batch_idx != 1:
             return
         decoder = {name: 2 * value for name, value in self.decoder.state_dict().items()}
@@ -295,6 +337,20 @@ class Killed(Uses):
 
 class Moved(Uses):
     moves = True
+
+
+PER_MICROBATCH: list[tuple[Any, dict[str, Any], int]] = [
+    (Translator, {"schedule": "1f1b"}, 3),
+    (Large, {"schedule": "interleaved"}, 2),
+    (Large, {"schedule": "zb-h1", "checkpoint": "never", "microbatches": 5}, 3),
+    (Direct, {"schedule": "1f1b", "checkpoint": "always"}, 2),
+    (Frozen, {"schedule": "1f1b", "checkpoint": "never"}, 2),
+    (Tied, {"schedule": "1f1b"}, 2),
+    (Killed, {"schedule": "1f1b", "recovery": Recovery(1)}, 2),
+    (Direct, {"recovery": Recovery(verify_every_n_steps=1)}, 2),
+    (Direct, {"schedule": "1f1b", "recovery": Recovery(verify_every_n_steps=1)}, 2),
+]
+"""Models, settings and numbers of stages, most under schedules that run ``training_step`` once per micro-batch."""
 
 
 def weights_of_one_side() -> None:
@@ -369,7 +425,7 @@ def test_checkpoints(tmp_path: Path) -> None:
     run(checkpoints, str(tmp_path), timeout_seconds=280)
 
 
-def both_halves(names: Sequence[str]) -> list[str]:
+def both_halves(names: Sequence[str], schedule: str) -> list[str]:
     workers_import_transformers()
     wrong: list[str] = []
     for family in FAMILIES:
@@ -379,7 +435,7 @@ def both_halves(names: Sequence[str]) -> list[str]:
         settings: dict[str, Any] = {"train": partial(loader, family), "val": partial(loader, family), "max_epochs": 1}
         try:
             single = fit(partial(Trained, family.make), one_device(), 1, **settings)
-            strategy = RPCSequentialStrategy(microbatches=3, balance="even")
+            strategy = RPCSequentialStrategy(schedule=schedule, microbatches=3, balance="even")
             compare(fit(partial(Trained, family.make), strategy, 2, **settings), single, family.tolerance)
             assert strategy._division.where == ((f"model.{family.path}",), (f"model.{other}",))
         except BaseException as error:  # pytest's own included
@@ -393,26 +449,41 @@ def loader(family: Any) -> DataLoader:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_both_halves_of_models_of_transformers() -> None:
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_both_halves_of_models_of_transformers(schedule: str) -> None:
     names = ("T5", "BART", "Marian", "Whisper")
-    assert run(both_halves, names, env=OWN_SERVER, timeout_seconds=280) == []
+    assert run(both_halves, names, schedule, env=OWN_SERVER, timeout_seconds=280) == []
 
 
 def refused() -> dict[str, str]:
     """Returns the message of each refusal."""
     found = {}
     for name, (options, arguments) in REFUSED.items():
-        strategy = RPCSequentialStrategy(module=list(Translator.lists), **options)
+        strategy = RPCSequentialStrategy(**{"module": list(Translator.lists), **options})
         try:
-            fit(Translator, strategy, 2, **SETTINGS, **arguments())
+            fit(Late if name == "late" else Translator, strategy, 2, **SETTINGS, **arguments())
         except Exception as error:
             found[name] = str(error)
+    trainer = Trainer("cpu", devices=2, strategy=RPCSequentialStrategy(module=list(Translator.lists)), logger=False)
+    try:
+        trainer.plan(Translator(), texts())
+    except Exception as error:
+        found["plan"] = str(error)
     return found
 
 
+class Late(Translator):
+    """Builds a list in ``configure_model``, without memory as large layers are."""
+
+    def configure_model(self) -> None:
+        with torch.device("meta"):
+            self.encoder = Side(3)
+
+
 REFUSED: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
-    "1f1b": ({"schedule": "1f1b"}, dict),
-    "interleaved": ({"schedule": "interleaved"}, dict),
+    "order": ({"schedule": "1f1b", "balance": "even", "module": ["decoder.layers", "encoder.layers"]}, dict),
+    "zbv": ({"schedule": "zbv"}, dict),
+    "table": ({"schedule": one_f_one_b}, dict),
     "auto": ({"schedule": "auto"}, dict),
     "moves by itself": ({"rebalance": "auto", "balance": "even"}, dict),
     "averages": (
@@ -420,20 +491,27 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
         lambda: {"callbacks": [StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)]},
     ),
     "balance": ({"balance": [2, 2, 2, 1]}, dict),
+    "data plane": ({"balance": "even", "data_plane": "simulated"}, dict),
+    "late": ({"balance": "even"}, dict),
 }
 
 MESSAGES = {
-    "1f1b": "schedule='1f1b' runs training_step once per micro-batch, with one list of layers, but 2 lists",
-    "interleaved": "schedule='interleaved' runs training_step once per micro-batch",
-    "auto": "schedule='auto' runs training_step once per micro-batch",
+    "order": "training_step called 'encoder.layers' before 'decoder.layers', but .* Name them in the order of",
+    "zbv": "schedule='zbv' is for one list of layers, but 2 .* 'gpipe', '1f1b', 'interleaved', 'zb-h1'",
+    "table": "schedule=.*one_f_one_b.* is for one list of layers",
+    "auto": "schedule='auto' is for one list of layers",
     "moves by itself": "rebalance='auto' is for one list of layers, but several are pipelined",
     "averages": "one nn.Sequential or nn.ModuleList, but 'encoder.layers' and 'decoder.layers' are pipelined together",
     "balance": r"The provided balance \[2, 2, 2, 1\] has \[2, 2\] for list 0 of 2, which has 3 layers",
+    "data plane": "2 lists of layers are pipelined one after another under data_plane='gloo' only",
+    "late": "Late has tensors without memory .* 'encoder.layers' and 'decoder.layers' are pipelined together",
+    "plan": "Trainer.plan predicts the time of one .* 'encoder.layers' and 'decoder.layers' are pipelined together",
 }
 
 
+@pytest.mark.slow
 def test_what_is_refused_is_named() -> None:
-    found = run(refused)
+    found = run(refused, timeout_seconds=170)
     for name, message in MESSAGES.items():
         assert re.search(message, found.get(name, "not refused")), (name, found.get(name))
 
@@ -449,8 +527,9 @@ class Shown(Translator):
         self.example_input_array = tokens, tokens == 0, tokens
 
 
-def test_a_measured_balance() -> None:
-    run(measured, "by_size")
+@pytest.mark.parametrize("balance", ["by_size", pytest.param("by_time", marks=pytest.mark.slow)])
+def test_a_measured_balance(balance: str) -> None:
+    run(measured, balance)
 
 
 class Squares(Translator):
@@ -463,11 +542,13 @@ class Squares(Translator):
 
 
 def monitored(folder: str) -> None:
-    monitor = PipelineMonitor(every_n_steps=1, trace_steps=[1], dirpath=folder)
-    strategy = RPCSequentialStrategy(module=list(Translator.lists), balance="even", microbatches=3)
-    compare(fit(Squares, strategy, 2, **SETTINGS, callbacks=[monitor]), fit(Squares, one_device(), 1, **SETTINGS))
-    files = {path.name for path in Path(folder).rglob("*")}
-    assert "step-1.trace.json" in files and "events.jsonl" in files and not any(name.endswith("svg") for name in files)
+    for schedule, make in (("gpipe", Squares), ("1f1b", Translator)):
+        own = f"{folder}/{schedule}"
+        monitor = PipelineMonitor(every_n_steps=1, trace_steps=[1], dirpath=own)
+        strategy = RPCSequentialStrategy("even", module=list(make.lists), schedule=schedule, microbatches=3)
+        compare(fit(make, strategy, 2, **SETTINGS, callbacks=[monitor]), fit(make, one_device(), 1, **SETTINGS))
+        files = {path.name for path in Path(own).rglob("*")}
+        assert {"step-1.trace.json", "events.jsonl"} <= files and not any(name.endswith("svg") for name in files)
 
 
 @pytest.mark.slow

@@ -35,6 +35,33 @@ def module(steps: Steps, input: Any) -> Any:
     return step.call(input)
 
 
+@pytest.mark.parametrize(
+    ("calls", "message"),
+    [
+        ([1], "called 'down' before 'up', but .* in the order of module=\\['up', 'down'\\]"),
+        ([0, 0], "called 'up' twice"),
+        ([0, 1, 1], "called 'down' twice"),
+    ],
+)
+def test_lists_are_called_in_their_order(calls: list[int], message: str) -> None:
+    steps = Steps(CPU, ["'up'", "'down'"])
+
+    def code() -> None:
+        for number in calls:
+            step = steps.current
+            assert step is not None
+            step.call(f"input {number}", number)
+
+    def run() -> None:
+        step = steps.begin(code, seed=0)
+        for number in calls:
+            assert step.has_called and step.input == f"input {number}"
+            step.resume()
+
+    with pytest.raises(RuntimeError, match=message):
+        run()
+
+
 def test_control_is_handed_over(steps: Steps) -> None:
     order: list[str] = []
 

@@ -54,6 +54,27 @@ def test_every_size_runs(name: str) -> None:
         assert list(map(sorted, both)) == list(map(sorted, tables.training[m].rows))
 
 
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1"])
+def test_several_lists_run_in_rounds_with_code_between_them(name: str) -> None:
+    """The code between two lists takes the output of the driver's stage, and receives the gradients of the next one."""
+    for p, m, lists in [(1, 3, 2), (2, 2, 2), (2, 5, 3), (3, 7, 2), (4, 3, 3)]:
+        tables = Settings(schedule=name).programs(p, num_lists=lists)
+        placement, program = tables.placement, tables.training[m]
+        assert can_run([*program.rows[:-1], program.driver], placement, program.limit)
+        row = list(program.operations[-1])
+        for first in placement.firsts[1:]:
+            for number in range(m):
+                place = row.index(UserCode("b", number, first))
+                assert row[place - 1] == Action("F", number, first - 1)
+                after = row[row.index(UserCode("a", number, first)) + 1]
+                assert isinstance(after, Action) and after[1:] == (number, first - 1) and after.kind in "BI"
+                if p > 1:
+                    assert repr(row[place + 1]) == f"{first - 1}SEND_F{number}"
+                    assert row.count(UserCode("a", number, first)) == 1
+                    assert [*map(repr, row)].count(f"{first - 1}RECV_B{number}") == 1
+        assert len(tables.of("forward", m, lists - 1).operations) == p
+
+
 @pytest.mark.parametrize("placement", [loop, lambda p, chunks: v(p)], ids=["loop", "v"])
 def test_inputs_of_evaluations_come_early_enough(placement: Callable[[int, int], Placement]) -> None:
     """The driver sends the inputs of 2p micro-batches ahead of its own action, and no process waits for more."""
