@@ -40,7 +40,7 @@ from trainer.verification.process import (
     write_execution,
     write_job,
 )
-from trainer.verification.record import RunRecord, merged
+from trainer.verification.record import RunRecord, merged, with_logs_of_ranks
 
 KEPT = (
     *("accelerator", "precision", "gradient_clip_val", "gradient_clip_algorithm", "deterministic", "benchmark"),
@@ -249,8 +249,16 @@ def _certified(
     actual = runs.record(own.name)
     if verified.steps_in_backward:
         actual.notes.append("Gradients and norms were not read, because the strategy steps within the backward pass.")
-    if not first.logs_of_one:
-        actual.notes.append("Values that training_step logs were not compared, because each rank logs its own.")
+    if first.calls is not None:
+        logged = {call.name for batch in first.calls for call in batch}
+        others = [
+            name for name in (first.logged[-1] if first.logged else {}) if name.removesuffix("_step") not in logged
+        ]
+        if left := list(dict.fromkeys([*others, *first.left_out])):
+            actual.notes.append(
+                f"Logged values of ranks that were not compared: {', '.join(map(repr, left))}. They are logged outside "
+                "training_step, with rank_zero_only=True, or in the validation with reduce_fx='sum' on each rank alone."
+            )
     references = ReferenceRuns(first)
     if has_micro and micro.microbatches is None:
         micro = replace(micro, microbatches=int(actual.facts["microbatches"]))
@@ -428,7 +436,8 @@ class RunProcesses:
 
     def record(self, name: str) -> RunRecord:
         """Return the record of an execution, merged from all its ranks."""
-        return merged(read_records(self._folder, name.replace(" ", "-")))
+        found = merged(read_records(self._folder, name.replace(" ", "-")))
+        return with_logs_of_ranks(found, self._job.ranks)
 
     def _execute(self, names: Sequence[str], launched: LaunchedRanks | None = None) -> str | None:
         """Run executions in a process, or in one process of each rank; return how a process has failed, if any has."""
