@@ -93,6 +93,7 @@ SOUND: list[tuple[str, dict[str, Any], str, str]] = [
 def test_a_sound_model_is_equal() -> None:
     (found,) = run(certificates, [("none", {"schedule": "1f1b"})])
     assert (found["verdict"], found["precision"]) == (EQUAL, "float64")
+    assert found["facts"]["runs"] == ["one process", "the strategy"]  # twice the steps of one process
     assert found["compared"]["gradients"] == {**found["compared"]["gradients"], "values": 24}
 
 
@@ -101,6 +102,7 @@ def test_sound_models_are_not_called_wrong() -> None:
     found = run(certificates, [case[:2] for case in SOUND], timeout_seconds=280)
     assert [each["verdict"] for each in found] == [case[2] for case in SOUND]
     for each, (extra, settings, _, reason) in zip(found, SOUND, strict=True):
+        assert len(each["facts"]["runs"]) <= 5
         assert reason in "".join(each["reasons"]), (extra, settings)
 
 
