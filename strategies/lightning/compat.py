@@ -131,6 +131,7 @@ TrainerFn = pl.trainer.states.TrainerFn
 TrainerStatus = pl.trainer.states.TrainerStatus
 WeightAveraging = pl.callbacks.WeightAveraging
 distributed_log = fabric.utilities.distributed.log
+extract_batch_size = pl.utilities.data.extract_batch_size
 get_filesystem = fabric.utilities.cloud_io.get_filesystem
 is_overridden = pl.utilities.model_helpers.is_overridden
 is_param_in_hook_signature = pl.utilities.signature_utils.is_param_in_hook_signature

@@ -223,9 +223,9 @@ def _record(outcome: Outcome) -> RunRecord:
         values={**outcome.parameters, **outcome.buffers},
         states=leaves([optimizer.get("state", {}) for optimizer in outcome.optimizers]),
         hyperparameters=leaves([optimizer.get("param_groups", []) for optimizer in outcome.optimizers]),
-        logged=leaves(outcome.metrics),
     )
-    return RunRecord("fit", list(outcome.losses), steps=[step], buffers=list(outcome.buffers))
+    logged = [leaves(outcome.metrics)]
+    return RunRecord("fit", list(outcome.losses), steps=[step], logged_of_epoch=logged, buffers=list(outcome.buffers))
 
 
 def _even(make: Callable[[], LightningModule], stages: int) -> list[int]:

@@ -15,6 +15,7 @@ from pytorch_lightning.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
 ROWS = 8
 
@@ -152,6 +153,31 @@ class SumLoss(VerifiedNet):
 
     def loss(self, batch: Any) -> Tensor:
         return super().loss(batch).sqrt()
+
+
+class Logging(VerifiedNet):
+    """Logs values in every way in which ranks reduce them."""
+
+    def __init__(self, extra: str = "none") -> None:
+        super().__init__(extra)
+        self.metric = MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss, rows = super().training_step(batch, batch_idx), len(batch[0])
+        self.log("of rank", loss, on_epoch=True, batch_size=rows)
+        self.log("of all", loss, on_epoch=True, batch_size=rows, sync_dist=True)
+        self.log("largest", loss, on_epoch=True, batch_size=rows, sync_dist=True, reduce_fx="max")
+        self.log("rows", float(rows), on_step=False, on_epoch=True, sync_dist=True, reduce_fx="sum")
+        self.metric(loss.detach(), rows)
+        self.log("metric", self.metric, on_step=True, on_epoch=True)
+        if batch_idx == 1:
+            self.log("second", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().validation_step(batch, batch_idx)
+        self.log("val_rows", float(len(batch[0])), sync_dist=True, reduce_fx="sum")
+        return loss
 
 
 class VerifiedData(LightningDataModule):

@@ -1,6 +1,7 @@
 """``trainer.verify``: checks whether a strategy gives the results of one process for the user's model and data.
 
-``record`` holds the results of a run, and ``recorder`` is the callback that records them. ``reference`` makes one
+``record`` holds the results of a run, ``logged`` computes the logged values of ranks, and ``recorder`` is the callback
+that records a run. ``reference`` makes one
 process compute what a strategy must compute, and ``process`` is a run in a separate process. ``runner`` decides which
 runs are needed, and ``launched_ranks`` makes all ranks of torchrun take part in them. ``compare`` and ``certificate``
 find the differences and where they start, and ``certificate_report`` prints them.

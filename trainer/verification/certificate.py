@@ -150,11 +150,18 @@ def certify(
     if micro is not None:
         with_micro = findings(actual, micro, rounding)
         if not _wrong_but_logged(with_micro):
-            reasons = (
-                [_PER_PASS]
-                if _are_of_buffers(with_one) and not one.norm_layers
-                else reasons_of(one, is_whole_loss=is_whole_loss)
-            )
+            logged = list(dict.fromkeys(each.name for each in wrong_ones(with_one) if each.part == "logged values"))
+            with_micro = [
+                each
+                for each in with_micro
+                if each.part != "logged values" or (each.name not in logged and not is_missing(each.expected))
+            ]
+            if not _wrong_but_logged(with_one):
+                reasons = [_of_logged(logged)]
+            elif _are_of_buffers(with_one) and not one.norm_layers:
+                reasons = [_PER_PASS]
+            else:
+                reasons = reasons_of(one, is_whole_loss=is_whole_loss)
             return certificate(micro, DOCUMENTED, with_micro, reasons + of_ranks)
     if one.norm_layers and stage is not None and with_stage is not None and not wrong_ones(with_stage):
         return certificate(stage, DOCUMENTED, with_stage, reasons_of(one, is_whole_loss=is_whole_loss))
@@ -219,6 +226,14 @@ def _of_random_layers(one: RunRecord) -> str:
         f"random numbers that {_some(names)} {'draws' if len(names) == 1 else 'draw'} in training: a pipeline seeds "
         "them by (step, micro-batch, layer), so masks are not those of one process. The reference is the same strategy "
         "with one stage, whose masks are the same (with a dropout of 0, the reference is one process)"
+    )
+
+
+def _of_logged(names: Sequence[str]) -> str:
+    return (
+        f"logged values that are no mean over the rows of a batch ({_some(names)}): training_step runs once per "
+        "micro-batch, so a metric of torchmetrics receives micro-batches (schedule='gpipe' or microbatches=1 logs "
+        "values of whole batches)"
     )
 
 

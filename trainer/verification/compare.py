@@ -13,7 +13,7 @@ where the gradient of the reference is no larger than noise, a value may differ 
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,6 +38,10 @@ PARTS = (
     "predict",
 )
 """The parts that are compared, in causal order within a step."""
+
+
+_SPACINGS = 100
+"""The number of spacings of a value's own type by which two runs may differ in any case."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +179,15 @@ class _Comparison:
             batches = range(i * per_step, (i + 1) * per_step)
             yield from self._losses(i, batches)
             yield from self._step(i, ours, theirs)
-        yield from self._values(None, "validation", actual.validation, expected.validation)
+            yield from self._logged(i, actual.logged, expected.logged, batches)
+        yield from self._logged(
+            None, actual.logged_of_epoch, expected.logged_of_epoch, range(len(expected.logged_of_epoch))
+        )
+        mine, other = (
+            {name: value for name, value in each.validation.items() if name not in expected.left_out}
+            for each in (actual, expected)
+        )
+        yield from self._values(None, "validation", mine, other)
         yield from self._values(None, "checkpoint", actual.checkpoint, expected.checkpoint)
         yield from self._values(None, "predict", actual.predictions, expected.predictions)
 
@@ -209,8 +221,16 @@ class _Comparison:
             mine, other = ({n: v for n, v in step.values.items() if is_part(n)} for step in (ours, theirs))
             yield from self._tensors(i, part, mine, other, _largest(other))
         yield from self._states(i, ours.states, theirs.states)
-        if self._expected.logs_of_one:
-            yield from self._values(i, "logged values", ours.logged, theirs.logged)
+
+    def _logged(
+        self, step: int | None, actual: Sequence[Values], expected: Sequence[Values], numbers: range
+    ) -> Iterator[Finding]:
+        """Compare logged values of the given batches, or of the epoch of the given ranks."""
+        for number in numbers:
+            ours, theirs = (each[number] if number < len(each) else {} for each in (actual, expected))
+            if self._expected.calls is not None:  # other values of one process are not those of a rank
+                ours = {name: value for name, value in ours.items() if name in theirs}
+            yield from self._values(step, "logged values", ours, theirs)
 
     def _in_order(self, gradients: Mapping[str, Any]) -> list[str]:
         order = [name for name in self._expected.order if name in gradients]
@@ -267,7 +287,10 @@ class _Comparison:
 
     def _leaf(self, step: int | None, part: str, path: str, mine: Any, other: Any, least: float = 1.0) -> Finding:
         if isinstance(mine, Tensor) and isinstance(other, Tensor):
-            limit = self._rounding.relative * max(_max(other), least) if _is_real(other) else 0.0
+            limit = 0.0
+            if _is_real(other):  # a metric of torchmetrics stays in float32 in a run in float64
+                relative = max(self._rounding.relative, _SPACINGS * torch.finfo(other.dtype).eps)
+                limit = relative * max(_max(other), least)
             return self._tensor(step, part, path, mine, other, limit)
         if all(isinstance(each, float) or (isinstance(each, Tensor) and each.numel() == 1) for each in (mine, other)):
             return self._number(step, part, path, float(mine), float(other), max(abs(float(other)), least))

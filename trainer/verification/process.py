@@ -233,7 +233,13 @@ def run_execution(folder: Path, job: VerifiedJob, execution: Execution, drawn: D
     from strategies.lightning.compat import LightningDataModule, pl
     from trainer.verification.record import leaves
     from trainer.verification.recorder import NOT_COMPARED, GradientsRecorder, ValuesRecorder
-    from trainer.verification.reference import run_microbatches, switch_off_dropout, watch_first_step
+    from trainer.verification.reference import (
+        note_logs,
+        number_batches_of_ranks,
+        run_microbatches,
+        switch_off_dropout,
+        watch_first_step,
+    )
 
     alone, progress = execution.strategy is None, _file(folder, execution.name, "steps")
 
@@ -254,6 +260,8 @@ def run_execution(folder: Path, job: VerifiedJob, execution: Execution, drawn: D
     if execution.drops_nothing:
         switch_off_dropout(job.model)
     if alone:
+        if job.ranks > 1:
+            number_batches_of_ranks(job.model, job.ranks)
         if execution.microbatches is not None:
             run_microbatches(
                 job.model,
@@ -262,9 +270,11 @@ def run_execution(folder: Path, job: VerifiedJob, execution: Execution, drawn: D
                 batches=drawn.training,
                 per_step=job.accumulated * job.ranks,
             )
+        if job.ranks > 1:
+            note_logs(job.model, callback.record)
         watch_first_step(job.model, callback.record)
     source = job.data if isinstance(job.data, LightningDataModule) else pl.LightningDataModule()
-    _give(source, drawn, trainer)
+    _give(source, drawn, trainer, validations=job.ranks if alone else 1)
     pl.seed_everything(job.seed, verbose=False)
     trainer.fit(job.model, datamodule=source)
     record = callback.record
@@ -353,11 +363,18 @@ def _batches(loaders: Any, number: int) -> list[Any]:
     return [batch for batch, *_ in islice(combined, number)]
 
 
-def _give(source: Any, drawn: DrawnBatches, trainer: Any) -> None:
-    """Make a data module yield the drawn batches; for training, each rank gets its share of them."""
+def _give(source: Any, drawn: DrawnBatches, trainer: Any, *, validations: int) -> None:
+    """Make a data module yield the drawn batches; for training, each rank gets its share of them.
+
+    Args:
+        source: The data module.
+        drawn: The batches.
+        trainer: The Trainer, which knows the rank.
+        validations: Number of times that this process validates, for as many ranks.
+    """
     source.train_dataloader = lambda: _loader(drawn.training[trainer.global_rank :: trainer.world_size])
     if drawn.validation:
-        source.val_dataloader = lambda: _loader(drawn.validation)
+        source.val_dataloader = lambda: _loader(drawn.validation * validations)
 
 
 def _loader(batches: Any) -> Any:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from trainer.verification.logged import LoggedCall, logged_of_ranks
+
 Values = dict[str, Any]
 """Tensors, numbers and other leaves, by path."""
 
@@ -30,7 +32,6 @@ class StepRecord:
         values: Parameters and buffers after the step.
         states: The state of the optimizers after the step, by optimizer, number of the parameter and key.
         hyperparameters: The settings of each parameter group during the step.
-        logged: The values that have been logged by the end of the step's last batch.
     """
 
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
@@ -38,7 +39,6 @@ class StepRecord:
     values: dict[str, Tensor] = field(default_factory=dict)
     states: Values = field(default_factory=dict)
     hyperparameters: Values = field(default_factory=dict)
-    logged: Values = field(default_factory=dict)
 
 
 @dataclass
@@ -50,10 +50,14 @@ class RunRecord:
         losses: The loss of each batch.
         initial: Parameters and buffers before the first step.
         steps: The optimizer steps.
+        logged: The logged values after each batch.
+        logged_of_epoch: The logged values after the epoch, of each rank.
+        calls: The calls of ``self.log`` in ``training_step`` during each batch, if one process runs the batches of all
+            ranks; then only the values that these calls log are compared.
         validation: The outputs and the metrics of one validation batch.
         predictions: What ``predict`` returned for one batch.
         checkpoint: Every leaf of the checkpoint that is written at the end.
-        logs_of_one: Whether the logged values come from the batches of one rank only.
+        left_out: Names of logged values that are not compared.
         has_gradients: Whether gradients could be read between the backward pass and the step.
         order: Names of parameters in the order in which the backward pass completes their gradients.
         buffers: The names in ``initial`` that are buffers.
@@ -72,10 +76,13 @@ class RunRecord:
     losses: list[float | None] = field(default_factory=list)
     initial: dict[str, Tensor] = field(default_factory=dict)
     steps: list[StepRecord] = field(default_factory=list)
+    logged: list[Values] = field(default_factory=list)
+    logged_of_epoch: list[Values] = field(default_factory=list)
+    calls: list[list[LoggedCall]] | None = None
     validation: Values = field(default_factory=dict)
     predictions: Values = field(default_factory=dict)
     checkpoint: Values = field(default_factory=dict)
-    logs_of_one: bool = True
+    left_out: list[str] = field(default_factory=list)
     has_gradients: bool = True
     order: list[str] = field(default_factory=list)
     buffers: list[str] = field(default_factory=list)
@@ -106,6 +113,8 @@ def merged(records: Sequence[RunRecord], accumulated: int = 1) -> RunRecord:
     if not others:
         return first
     losses = [loss for batch in zip(*(record.losses for record in records), strict=True) for loss in batch]
+    logged = [values for batch in zip(*(record.logged for record in records), strict=True) for values in batch]
+    of_epoch = [values for record in records for values in record.logged_of_epoch]
     steps = []
     for i, step in enumerate(first.steps):
         gradients = dict(step.gradients)
@@ -113,7 +122,16 @@ def merged(records: Sequence[RunRecord], accumulated: int = 1) -> RunRecord:
             found = (other.steps[i].gradients.get(name) for other in records)
             gradients[name] = next((gradient for gradient in found if gradient is not None), None)
         steps.append(replace(step, gradients=gradients))
-    return replace(first, losses=losses, steps=steps)
+    return replace(first, losses=losses, steps=steps, logged=logged, logged_of_epoch=of_epoch)
+
+
+def with_logs_of_ranks(record: RunRecord, ranks: int) -> RunRecord:
+    """Return the record of one process that ran the batches of all ranks, with the logged values of the ranks."""
+    if record.calls is None:
+        return record
+    epoch = record.logged_of_epoch[0] if record.logged_of_epoch else {}
+    found = logged_of_ranks(record.calls, ranks, record.logged, epoch)
+    return replace(record, logged=found.of_batches, logged_of_epoch=found.of_epoch)
 
 
 def leaves(value: Any, path: str = "") -> Values:

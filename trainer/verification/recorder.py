@@ -49,7 +49,7 @@ class ValuesRecorder(Callback):
     def __init__(
         self, name: str, seed: int, folder: Path, *, ranks: int = 1, advance: Callable[[int], None] | None = None
     ) -> None:
-        self.record = RunRecord(name, has_gradients=False, logs_of_one=ranks == 1)
+        self.record = RunRecord(name, has_gradients=False)
         self._seed, self._folder, self._ranks, self._advance = seed, folder, ranks, advance
         self._step: StepRecord | None = None
         self._num_steps = 0
@@ -79,6 +79,7 @@ class ValuesRecorder(Callback):
         # Lightning has divided the loss by the number of batches of a step.
         share = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
         self.record.losses.append(float(loss) * share if isinstance(loss, Tensor | float) else None)
+        self.record.logged.append(leaves(dict(trainer.callback_metrics)))
         if trainer.global_step > self._num_steps:
             if self._step is None:  # no hook has begun the step
                 self._begin(StepRecord())
@@ -86,6 +87,12 @@ class ValuesRecorder(Callback):
             self._num_steps = trainer.global_step
             if self._advance is not None:
                 self._advance(self._num_steps)
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, *_: Any
+    ) -> None:
+        """Seed the generators: every rank validates the same batch, and one process validates it for each rank."""
+        seed_generators(seed_of_batch(self._seed, 0))
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
@@ -95,12 +102,15 @@ class ValuesRecorder(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the metrics of the validation."""
-        known = self.record.steps[-1].logged if self.record.steps else {}
+        known = self.record.logged[-1] if self.record.logged else {}
         now = leaves(dict(trainer.callback_metrics))
         self.record.validation.update({name: value for name, value in now.items() if name not in known})
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write a checkpoint, and record its content."""
+        """Record the logged values of the epoch, write a checkpoint, and record its content."""
+        now = leaves(dict(trainer.callback_metrics))
+        of_validation = self.record.validation
+        self.record.logged_of_epoch = [{name: value for name, value in now.items() if name not in of_validation}]
         path = self._folder / "verified.ckpt"
         trainer.save_checkpoint(path)
         if trainer.is_global_zero:
@@ -115,7 +125,6 @@ class ValuesRecorder(Callback):
         if step is None:
             return
         step.values = values_of(trainer, model)
-        step.logged = leaves(dict(trainer.callback_metrics))
         for number, optimizer in enumerate(trainer.optimizers):
             state = trainer.strategy.optimizer_state(optimizer)
             step.states.update(leaves(state.get("state", {}), str(number)))

@@ -11,14 +11,22 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from strategies.common.patching import replaced
-from strategies.lightning.compat import LightningModule, MisconfigurationException
+from strategies.lightning.compat import (
+    LightningModule,
+    MisconfigurationException,
+    extract_batch_size,
+    is_overridden,
+)
 from strategies.lightning.features.loss_weights import LossWeights, has_own_weights
 from strategies.lightning.features.per_microbatch import split_for
 from strategies.lightning.hooks import collect_logs
 from strategies.pipeline.stage.microbatch.split import split_batch
+from trainer.verification.logged import LoggedCall
 from trainer.verification.record import RunRecord
 from trainer.verification.recorder import StepWatch
 
@@ -108,6 +116,81 @@ def run_microbatches(
     replaced(model, "training_step", MethodType(training_step, model))
 
 
+def number_batches_of_ranks(model: LightningModule, ranks: int) -> None:
+    """Make ``training_step`` receive the ``batch_idx`` of a rank, in one process that runs the batches of all ranks."""
+    original = model.training_step
+
+    @functools.wraps(original)
+    def training_step(self: LightningModule, batch: Any, *rest: Any) -> Any:
+        return original(batch, *(number // ranks for number in rest[:1]), *rest[1:])
+
+    replaced(model, "training_step", MethodType(training_step, model))
+
+
+def note_logs(model: LightningModule, record: RunRecord) -> None:
+    """Note what ``training_step`` logs, to compute the values of ranks, and what ranks of a validation do not share."""
+    in_training, in_validation = model.training_step, model.validation_step
+    record.calls = calls = []
+
+    @functools.wraps(in_training)
+    def training_step(self: LightningModule, batch: Any, *rest: Any) -> Any:
+        own: list[LoggedCall] = []
+        calls.append(own)
+
+        def collect(name: str, value: Any, settings: dict[str, Any]) -> None:
+            type(self).log(self, name, value, **settings)
+            if not settings.get("rank_zero_only"):
+                own.append(_called(name, value, settings, batch))
+
+        undo = collect_logs(self, lambda: collect)
+        try:
+            return in_training(batch, *rest)
+        finally:
+            undo()
+
+    @functools.wraps(in_validation)
+    def validation_step(self: LightningModule, *args: Any, **kwargs: Any) -> Any:
+        def collect(name: str, value: Any, settings: dict[str, Any]) -> None:
+            type(self).log(self, name, value, **settings)
+            is_sum = not isinstance(value, Metric) and _reduction(settings) == "sum"
+            if settings.get("rank_zero_only") or (is_sum and not settings.get("sync_dist")):
+                record.left_out += [name, f"{name}_epoch"]
+
+        undo = collect_logs(self, lambda: collect)
+        try:
+            return in_validation(*args, **kwargs)
+        finally:
+            undo()
+
+    replaced(model, "training_step", MethodType(training_step, model))
+    if is_overridden("validation_step", model):
+        replaced(model, "validation_step", MethodType(validation_step, model))
+
+
+def _called(name: str, value: Any, settings: Mapping[str, Any], batch: Any) -> LoggedCall:
+    number, size = None, settings.get("batch_size")
+    if not isinstance(value, Metric):  # Lightning keeps numbers in torch's default type
+        number = float(value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.get_default_dtype()))
+    on_step, on_epoch = settings.get("on_step"), settings.get("on_epoch")
+    if on_epoch and number is not None and size is None:
+        size = extract_batch_size(batch)
+    return LoggedCall(
+        name,
+        number,
+        1 if size is None else size,
+        _reduction(settings),
+        is_synchronised=bool(settings.get("sync_dist")),
+        on_step=on_step is None or bool(on_step),
+        on_epoch=bool(on_epoch),
+    )
+
+
+def _reduction(settings: Mapping[str, Any]) -> str:
+    given = settings.get("reduce_fx", "mean")
+    name = str(given if isinstance(given, str) else getattr(given, "__name__", "mean")).lower()
+    return "mean" if name == "avg" else name
+
+
 def switch_off_dropout(model: nn.Module) -> None:
     """Set the probability of all dropout layers to 0."""
     for module in model.modules():
@@ -129,6 +212,9 @@ def _log_means(model: LightningModule, logged: _Log) -> None:
         *_, (_, value, settings) = entries
         if settings.get("reduce_fx", "mean") != "mean" or not isinstance(value, Tensor | float | int):
             continue  # only other references have this value
+        sizes = [own.get("batch_size") for _, _, own in entries]
+        if None not in sizes:
+            settings = {**settings, "batch_size": sum(sizes)}
         total = sum(weight for weight, _, _ in entries) or 1.0
         mean = sum(each * (weight / total) for weight, each, _ in entries)
         model.log(name, mean, **settings)

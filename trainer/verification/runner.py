@@ -40,7 +40,7 @@ from trainer.verification.process import (
     write_execution,
     write_job,
 )
-from trainer.verification.record import RunRecord, merged
+from trainer.verification.record import RunRecord, merged, with_logs_of_ranks
 
 KEPT = (
     *("accelerator", "precision", "gradient_clip_val", "gradient_clip_algorithm", "deterministic", "benchmark"),
@@ -232,7 +232,9 @@ def _certified(
         by_tokens=verified.counts_tokens,
     )
     one, own = Execution("one process", precision=wished), verified.run(wished)
-    together = [*([micro] if has_micro and micro.microbatches is not None else []), own]
+    # In float64, rounding needs no measurement, and micro-batches run only if the strategy differs from one process.
+    is_measured = wished is None and has_micro and micro.microbatches is not None
+    together = [*([micro] if is_measured else []), own]
     failed = runs.run([one, *together])
     if one.name in failed and wished is not None:
         notes.append(f"Not in float64, in which the model does not train: {failed[one.name].message.splitlines()[0]}")
@@ -249,20 +251,31 @@ def _certified(
     actual = runs.record(own.name)
     if verified.steps_in_backward:
         actual.notes.append("Gradients and norms were not read, because the strategy steps within the backward pass.")
-    if not first.logs_of_one:
-        actual.notes.append("Values that training_step logs were not compared, because each rank logs its own.")
+    if first.calls is not None:
+        logged = {call.name for batch in first.calls for call in batch}
+        others = [
+            name for name in (first.logged[-1] if first.logged else {}) if name.removesuffix("_step") not in logged
+        ]
+        if left := list(dict.fromkeys([*others, *first.left_out])):
+            actual.notes.append(
+                f"Logged values of ranks that were not compared: {', '.join(map(repr, left))}. They are logged outside "
+                "training_step, with rank_zero_only=True, or in the validation with reduce_fx='sum' on each rank alone."
+            )
     references = ReferenceRuns(first)
-    if has_micro and micro.microbatches is None:
-        micro = replace(micro, microbatches=int(actual.facts["microbatches"]))
-        failed |= runs.run([micro])
-    if has_micro and micro.name not in failed and not first.is_random:
+    described = _described(verified, actual)
+    if has_micro and not is_measured:
+        micro = replace(micro, microbatches=micro.microbatches or int(actual.facts["microbatches"]))
+        is_needed = rounding.safety or not certify(actual, references, rounding).is_right
+        if is_needed and not first.is_random:
+            failed |= runs.run([micro])
+            is_measured = True
+    if is_measured and micro.name not in failed and not first.is_random:
         references = replace(references, micro=runs.record(micro.name))
     if rounding.safety and not has_micro and model.automatic_optimization and not first.is_random:
         halves = Execution("one process with two micro-batches", precision=wished, microbatches=2)
         failed |= runs.run([halves])
         if halves.name not in failed:
             references = replace(references, divided=(runs.record(halves.name), first))
-    described = _described(verified, actual)
     judge = partial(certify, rounding=rounding, is_whole_loss=verified.is_whole_loss, strategy=described)
     result = judge(actual, references)
     is_of_buffers = result.origin is not None and result.origin.part == "buffers"
@@ -290,6 +303,7 @@ def _certified(
             f"The limits are those of {rounding.described}, because no run with micro-batches could measure rounding."
         )
     result.notes = [*notes, *result.notes]
+    result.facts["runs"] = runs.names
     return result
 
 
@@ -393,6 +407,7 @@ class RunProcesses:
 
     def __init__(self, folder: Path, job: VerifiedJob, launched: LaunchedRanks | None = None) -> None:
         self._folder, self._job, self._log, self.launched = folder, job, folder / "output", launched
+        self.names: list[str] = []
 
     def run(self, executions: Sequence[Execution]) -> dict[str, FailedRun]:
         """Run executions in as few processes as possible, one after another; return the errors of those that failed.
@@ -419,6 +434,7 @@ class RunProcesses:
                 if path.suffix in (".record", ".error", ".steps"):
                     path.unlink()
         names = [execution.name for execution in executions]
+        self.names += names
         failure = self._execute(names) if launched is None else self._execute(names, launched)
         failed = {name: found for name in names if (found := read_failure(self._folder, name)) is not None}
         if failure is not None and not failed:
@@ -428,7 +444,8 @@ class RunProcesses:
 
     def record(self, name: str) -> RunRecord:
         """Return the record of an execution, merged from all its ranks."""
-        return merged(read_records(self._folder, name.replace(" ", "-")))
+        found = merged(read_records(self._folder, name.replace(" ", "-")))
+        return with_logs_of_ranks(found, self._job.ranks)
 
     def _execute(self, names: Sequence[str], launched: LaunchedRanks | None = None) -> str | None:
         """Run executions in a process, or in one process of each rank; return how a process has failed, if any has."""

@@ -16,7 +16,7 @@ import torch
 from harness import OWN_SERVER, run
 from model_families import workers_import_transformers
 from paths import PYTHONPATH
-from verified_nets import SumLoss, VerifiedData, VerifiedNet
+from verified_nets import Logging, SumLoss, VerifiedData, VerifiedNet
 
 from strategies import DDPStrategy, RPCSequentialStrategy, Schedule, ZeROStrategy
 from trainer import verify
@@ -93,6 +93,7 @@ SOUND: list[tuple[str, dict[str, Any], str, str]] = [
 def test_a_sound_model_is_equal() -> None:
     (found,) = run(certificates, [("none", {"schedule": "1f1b"})])
     assert (found["verdict"], found["precision"]) == (EQUAL, "float64")
+    assert found["facts"]["runs"] == ["one process", "the strategy"]  # twice the steps of one process
     assert found["compared"]["gradients"] == {**found["compared"]["gradients"], "values": 24}
 
 
@@ -101,6 +102,7 @@ def test_sound_models_are_not_called_wrong() -> None:
     found = run(certificates, [case[:2] for case in SOUND], timeout_seconds=280)
     assert [each["verdict"] for each in found] == [case[2] for case in SOUND]
     for each, (extra, settings, _, reason) in zip(found, SOUND, strict=True):
+        assert len(each["facts"]["runs"]) <= 5
         assert reason in "".join(each["reasons"]), (extra, settings)
 
 
@@ -192,7 +194,7 @@ def with_ranks(settings: dict[str, Any]) -> Any:
     before = sorted(Path.cwd().rglob("*"))
     stage = settings.pop("stage", None)
     strategy = DDPStrategy(**settings) if stage is None else ZeROStrategy(stage=stage, **settings)
-    model = VerifiedNet("dropout and batch norm")
+    model = Logging("dropout and batch norm")
     found = verify(model, VerifiedData(), strategy=strategy, accelerator="cpu", devices=2, steps=2)
     assert sorted(Path.cwd().rglob("*")) == before
     return as_dict(found)
@@ -212,6 +214,7 @@ def test_ranks(settings: dict[str, Any]) -> None:
     assert (found["verdict"], found["reference"]) == (DOCUMENTED, "one process")  # with the masks of every rank
     assert "first rank" in found["reasons"][0]
     assert ("gradients" in found["compared"]) == ("overlap_with_ddp" not in settings)
+    assert found["compared"]["logged values"]["values"] > 50 and not any("Logged" in note for note in found["notes"])
 
 
 def with_measured_rounding() -> Any:
@@ -231,7 +234,7 @@ def test_ranks_in_bfloat16() -> None:
 def with_replicas(extra: str, schedule: str) -> Any:
     """Verifies two replicas of two stages."""
     strategy = RPCSequentialStrategy([4, 3], microbatches=3, schedule=schedule, data_parallel_size=2)
-    return as_dict(verify(VerifiedNet(extra), VerifiedData(), strategy=strategy, accelerator="cpu", devices=4, steps=2))
+    return as_dict(verify(Logging(extra), VerifiedData(), strategy=strategy, accelerator="cpu", devices=4, steps=2))
 
 
 @pytest.mark.timeout(600)  # five runs of four processes

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from trainer.verification.certificate import factor_between
 from trainer.verification.compare import Finding, findings, rounding_of
-from trainer.verification.record import RunRecord, StepRecord, leaves, merged
+from trainer.verification.logged import LoggedCall
+from trainer.verification.record import RunRecord, StepRecord, leaves, merged, with_logs_of_ranks
 
 EXACT = rounding_of("64-true", "float64")
 
@@ -138,6 +139,20 @@ def test_records_of_ranks_become_one() -> None:
     assert ranks[0].steps[0].gradients["a"] is None
 
 
+def test_a_logged_value_of_a_rank_is_compared_with_what_it_must_be() -> None:
+    calls = [[LoggedCall("loss", value, is_synchronised=True)] for value in (1.0, 3.0)]
+    one = with_logs_of_ranks(record(losses=[1.0, 3.0], calls=calls, logged=[{"other": 1.0}, {"other": 1.0}]), 2)
+    assert [values["loss"] for values in one.logged] == [2, 2]
+    ranks = [record(losses=[loss], logged=[{"loss": 2.0, "rate": 1.0}]) for loss in (1.0, 3.0)]
+    for each in ranks:
+        each.logged_of_epoch = [{"loss": 2.0}]
+    assert wrong(merged(ranks), one) == []
+    ranks[1].logged[0]["loss"] = 3.0  # not reduced
+    assert wrong(merged(ranks), one) == [("logged values", "loss")]
+    ranks[1].logged[0].pop("loss")
+    assert wrong(merged(ranks), one) == [("logged values", "loss")]
+
+
 def test_leaves() -> None:
     found = leaves({"a": [torch.ones(1), {"b": 2}], "c": "text", "d": ()})
     assert list(found) == ["a.0", "a.1.b", "c"]
@@ -154,3 +169,10 @@ def test_factor_between() -> None:
 
 def test_a_finding_that_is_not_a_number_is_wrong() -> None:
     assert Finding(0, "losses", "batch 0", math.nan, math.nan, 1.0, math.nan, 1.0).is_wrong
+
+
+def test_a_logged_value_in_float32_may_differ_by_spacings_of_float32() -> None:
+    values = [torch.tensor(1.0 + difference, dtype=torch.float32) for difference in (0.0, 1e-6, 1e-4)]
+    expected, near, far = (record(logged=[{"metric": value}]) for value in values)
+    assert wrong(near, expected) == []
+    assert wrong(far, expected) == [("logged values", "metric")]
