@@ -7,17 +7,15 @@ import os
 from typing import Any
 
 import ray.train
+import torch
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.lightning import RayLightningEnvironment, RayTrainReportCallback, prepare_trainer
 from ray.train.torch import TorchTrainer
-
-from strategies.ray import RayRPCSequentialStrategy  # isort: split
-
-import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from strategies.lightning.compat import pl  # lightning.pytorch if it is installed, as in ray.train.lightning
+from strategies.ray import RayRPCSequentialStrategy
 
 
 class Regression(pl.LightningModule):

@@ -24,9 +24,10 @@ import ray.train.torch
 import torch
 import torch.distributed as dist
 from ray.train.lightning import RayDDPStrategy as AcceptedByRay
-from ray.train.lightning import RayLightningEnvironment
+from ray.train.lightning import RayLightningEnvironment, RayTrainReportCallback
 from torch.distributed.constants import default_pg_timeout
 
+from strategies.base import StrategyPlugin
 from strategies.common.patching import replaced
 from strategies.ddp import DDPStrategy
 from strategies.launch.host_links import explaining_lost_hosts
@@ -60,7 +61,7 @@ _stores: list[dist.TCPStore] = []
 """The store of all calls, which ends with this process. On rank 0 only."""
 
 
-class _UnderRay(ParallelStrategy):
+class _UnderRay(StrategyPlugin, ParallelStrategy):
     """Takes the devices, and the number of hosts, from Ray."""
 
     num_nodes: int
@@ -91,9 +92,28 @@ class _UnderRay(ParallelStrategy):
         self.parallel_devices, self.num_nodes = _devices(num_local), size // num_local
         super()._configure_launcher()
 
+    def setup_environment(self) -> None:
+        """Check that Ray's callback finds a whole checkpoint in the folder of rank 0.
+
+        Raises:
+            MisconfigurationException: If it is written in the background, or in parts by several processes.
+        """
+        model = self.lightning_module
+        callbacks = [] if model is None else cast(Any, model.trainer).callbacks
+        if any(isinstance(callback, RayTrainReportCallback) for callback in callbacks):
+            given = [f"async_save={self._async_save}"] if self._async_save else []
+            given += [f"state_dict_type={self._state_dict_type!r}"] if self._state_dict_type != "full" else []
+            if given:
+                raise MisconfigurationException(
+                    "RayTrainReportCallback at once uploads a local folder of each worker, in which "
+                    f"{', '.join(given)} leaves no whole checkpoint. Leave this out, or save with ModelCheckpoint "
+                    "to a folder that all nodes see, and report metrics to Ray by a callback of your own."
+                )
+        super().setup_environment()
+
     def _check_group(self) -> None:
         """Refuse settings of the process group, which Ray starts."""
-        backend, timeout = given_backend_of(self), cast(Any, self)._timeout
+        backend, timeout = given_backend_of(self), self._timeout
         if backend is not None or timeout != default_pg_timeout:
             raise MisconfigurationException(
                 f"Ray starts the process group, so process_group_backend={backend!r} and timeout={timeout} have no "
