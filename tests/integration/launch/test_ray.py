@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from paths import ROOT
 
-pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 CASES = ("ddp", "zero", "pipeline", "replicas", "replay", "restart", "error")
 
@@ -21,7 +21,7 @@ def outcomes() -> dict[str, dict[str, Any]]:
     pytest.importorskip("ray.train.lightning")
     job = [sys.executable, str(Path(ROOT) / "tests" / "jobs" / "ray_job.py"), *CASES]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
-    ended = subprocess.run(job, env=variables, capture_output=True, text=True, timeout=1100)
+    ended = subprocess.run(job, env=variables, capture_output=True, text=True, timeout=1700)
     lines = [line for line in ended.stdout.splitlines() if line.startswith("{")]
     assert ended.returncode == 0 and len(lines) == len(CASES), ended.stdout[-10000:] + ended.stderr[-10000:]
     return {(outcome := json.loads(line))["case"]: outcome for line in lines}
