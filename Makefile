@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/installed
 INSTALL := pip install --quiet --disable-pip-version-check --config-settings editable_mode=compat
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: device-plane device-plane-all docs drawing ends faults help demo unit test slow nightly check coverage mutation bench bench-tiny clean
+.PHONY: device-plane device-plane-all docs drawing ends faults help demo unit test slow nightly check coverage mutation ray bench bench-tiny clean
 
 help:
 	@echo "make demo     train a character GPT as a two-stage pipeline on two CPU processes (about two minutes)"
@@ -22,6 +22,7 @@ help:
 	@echo "make docs     build the documentation as a site in build/site; a broken link is an error"
 	@echo "make drawing  compare classes of public packages, drawn by the seed of the day or SEED=..., with one process (a quarter of an hour)"
 	@echo "make faults   disturb 1,000 small runs by random faults (two hours); it continues where it was interrupted"
+	@echo "make ray      install Ray into .venv and train under it (some minutes)"
 	@echo "make ends     show how 200 runs of torchrun end, beside as many of Lightning's DDP (an hour)"
 	@echo "make coverage run each test file under coverage (about an hour) and print what no test reaches"
 	@echo "make mutation test 60 one-line defects in strategies/ (hours; after make coverage)"
@@ -51,6 +52,10 @@ device-plane-all: $(INSTALLED)
 
 slow nightly: $(INSTALLED)
 	OMP_NUM_THREADS=1 python -m pytest -m $@ $(SPREAD) --durations 40
+
+ray: $(INSTALLED)
+	$(INSTALL) -e '.[ray]'
+	OMP_NUM_THREADS=1 python -m pytest -m nightly tests/integration/launch/test_ray.py
 
 check: $(INSTALLED)
 	ruff check .

@@ -16,6 +16,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -60,7 +61,8 @@ class Starts:
 
     def __init__(self, world: str) -> None:
         description = json.loads(world)
-        self._slots = json.dumps(memory_files(f"relay-snapshot-{description['rank']}"))
+        self._held = memory_files(f"relay-snapshot-{description['rank']}")
+        self._slots = json.dumps(self._held)
         self._world, self._rank = world, description["rank"]
         self._stage = description["rank"] % description["num_stages"] - 1
         self._paths = list(map(os.path.abspath, sys.path))
@@ -105,6 +107,11 @@ class Starts:
         if (server := self._server()) is not None:
             server.import_later()
 
+    def close(self) -> None:
+        """Release the memory with the snapshots of the worker."""
+        for path, _ in self._held:
+            os.close(int(os.path.basename(path)))
+
     def _server(self) -> ForkServer | None:
         return server_for(_MODULES, _MODULES_LATER, os.environ, self._paths)
 
@@ -128,7 +135,7 @@ class _Worker:
 
     @property
     def driver(self) -> int | None:
-        """The process id of the driver; ``None`` if the worker has not reached its session."""
+        """The process id of the driver, 0 if it is on another host; ``None`` before the worker reaches its session."""
         with suppress(BlockingIOError):
             if self._driver is None and (note := os.read(self._note, 64)):
                 self._driver = int(note)
@@ -169,9 +176,10 @@ class RankSupervisor:
         A worker is replaced if its session is over and the driver starts a new session, or if a signal ended it and
         ``replaces`` is set.
         """
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in the worker
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, self._pass_on)
+        if threading.current_thread() is threading.main_thread():  # not in an actor of Ray, which handles signals
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in the worker
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, self._pass_on)
         num_early = 0
         while True:
             worker, status = self._run_one(number)
@@ -245,7 +253,7 @@ def note_session(driver: int) -> None:
     """Notify the supervisor that a session begins.
 
     Args:
-        driver: The process id of the driver.
+        driver: The process id of the driver; 0 if it is on another host.
     """
     with suppress(OSError):  # the supervisor has ended, and this process ends as well
         os.write(0, b"%d" % driver)

@@ -33,7 +33,7 @@ from strategies.common.activity import noted
 from strategies.common.errors import WorkerLost
 from strategies.launch import rank_supervisor
 from strategies.launch.host_links import HostLinks
-from strategies.launch.session import Session, join_rpc, leave_rpc, refuse_other_rpc
+from strategies.launch.session import Session, environment_variables, join_rpc, leave_rpc, refuse_other_rpc
 from strategies.launch.supervision import is_alive
 from strategies.launch.workers import environment_of_worker, share_of_threads
 
@@ -63,6 +63,7 @@ class World:
         size: Number of ranks.
         num_stages: Number of stages of each pipeline.
         num_local: Number of ranks on this host.
+        call: The number of this call of a Trainer, if the ranks return from each call; 0 if workers do not return.
     """
 
     address: str
@@ -71,6 +72,7 @@ class World:
     size: int
     num_stages: int
     num_local: int
+    call: int = 0
 
     @property
     def driver(self) -> int:
@@ -98,6 +100,11 @@ class World:
         return [rank // self.num_local for rank in (*self.workers, self.driver)]
 
     @property
+    def is_on_host_of_driver(self) -> bool:
+        """Whether this rank and its driver are on one host, so that process ids of the driver are valid here."""
+        return self.rank // self.num_local == self.driver // self.num_local
+
+    @property
     def num_threads(self) -> int:
         """The number of threads of each rank. ``OMP_NUM_THREADS`` takes precedence (torchrun sets it to 1)."""
         return torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else share_of_threads(self.num_local)
@@ -119,7 +126,7 @@ class World:
             self.address, self.port, is_master=keeps, timeout=patience, wait_for_workers=False, multi_tenant=keeps
         )
         # The store of torchrun stays when torchrun restarts the ranks.
-        return dist.PrefixStore(f"relay-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        return dist.PrefixStore(f"relay-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-{self.call}", store)
 
     def divided_into(self, store: dist.Store) -> int:
         """The number of stages per pipeline, as set by the first rank that calls this."""
@@ -287,12 +294,12 @@ def gone_key(rank: int) -> str:
     return f"gone/{rank}"
 
 
-def dismiss(world: World, store: dist.Store) -> None:
-    """End the workers of a driver, at the end of the driver's process."""
+def dismiss(world: World, store: dist.Store, *, has_failed: bool = False) -> None:
+    """End the workers of a driver, at the end of the driver's process, or of its call if all ranks return from it."""
     listeners = range(world.size) if world.keeps_store else world.workers
-    failed = hasattr(sys, "last_value") or HostLinks.lost is not None  # an uncaught exception
+    failed = has_failed or hasattr(sys, "last_value") or HostLinks.lost is not None  # an uncaught exception
     seconds = _FAREWELL_SECONDS_AFTER_ERROR if failed else _FAREWELL_SECONDS
-    with suppress_of_lost_store():
+    with suppress(dist.DistNetworkError) if has_failed else suppress_of_lost_store():
         store.set(call_key(world.rank, world.next_number(store)), "")
         store.set(gone_key(world.rank), "")
         appear(store, [gone_key(rank) for rank in listeners], seconds)
@@ -316,7 +323,10 @@ def become_worker(world: World, number: int = 1, *, replace: bool = False) -> No
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     if (mpi := initialized_mpi()) is not None:
-        _serve_in_child(world, number, mpi, replaces=replace)
+        # The worker must not become a second process with the number of this rank.
+        with environment_variables(MPI4PY_RC_INITIALIZE="0"):
+            status = serve_in_child(world, number, replaces=replace)
+        _leave_mpi(mpi, status)
     for descriptor in Path("/dev/fd").iterdir():  # the connections of the script must close
         if int(descriptor.name) > 2:
             _close_on_exec(int(descriptor.name))
@@ -334,17 +344,32 @@ def initialized_mpi() -> Any:
     return mpi if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() else None
 
 
-def _serve_in_child(world: World, number: int, mpi: Any, *, replaces: bool) -> NoReturn:
-    """Run the worker as a child of this process, which stays a rank of MPI and ends as one.
+def serve_in_child(world: World, number: int = 1, *, replaces: bool) -> int:
+    """Run the worker as a child of this process, which belongs to MPI or Ray, until the driver dismisses its workers.
+
+    Args:
+        world: All ranks, and which of them this process is.
+        number: The number of the first session.
+        replaces: Whether a new worker replaces a worker that is killed.
+
+    Returns:
+        The exit status of the last worker, negative if a signal ended it.
+    """
+    start = rank_supervisor.Starts(json.dumps(asdict(world)))
+    try:
+        supervisor = rank_supervisor.RankSupervisor(world.rank, start, prepare=start.prepare, replaces=replaces)
+        with environment_variables(**environment_of_worker(sys.path)):
+            return supervisor.run(number)
+    finally:
+        start.close()
+
+
+def _leave_mpi(mpi: Any, status: int) -> NoReturn:
+    """End this process as a rank of MPI, with the exit status of its worker.
 
     ``mpirun`` reports a run as failed if a rank does not finalize MPI, and ``exec`` leaves MPI without that. The rank
     finalizes MPI after its worker, at the same time as the driver, because the ranks wait for each other there.
     """
-    # A module of the user's that imports mpi4py must not make the worker a second process with the number of this rank.
-    os.environ.update(environment_of_worker(sys.path), MPI4PY_RC_INITIALIZE="0")
-    start = rank_supervisor.Starts(json.dumps(asdict(world)))
-    supervisor = rank_supervisor.RankSupervisor(world.rank, start, prepare=start.prepare, replaces=replaces)
-    status = supervisor.run(number)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     if status == 0:

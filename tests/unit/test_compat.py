@@ -8,6 +8,7 @@ where a class of Relay extends a class of these packages.
 import ast
 import functools
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 import re
@@ -450,7 +451,8 @@ def test_packages_import_only_what_is_declared() -> None:
 def _declared_dependencies() -> set[str]:
     tomllib = pytest.importorskip("tomllib" if sys.version_info >= (3, 11) else "tomli")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    required = [*project["dependencies"], *project["optional-dependencies"]["tensorboard"]]
+    extras = project["optional-dependencies"]
+    required = [*project["dependencies"], *extras["tensorboard"], *extras["ray"]]
     names = {requirement.split(">")[0].split("[")[0].replace("-", "_") for requirement in required}
     assert "torch" in names
     names = {"PIL" if name == "pillow" else name for name in names}
@@ -539,7 +541,8 @@ def _own_classes() -> Iterator[type]:
     for package in ("strategies", "trainer"):
         root = importlib.import_module(package)
         for info in pkgutil.walk_packages(root.__path__, f"{package}."):
-            if not info.name.endswith("__main__"):
+            needs_ray = info.name == "strategies.ray" and importlib.util.find_spec("ray") is None  # an extra
+            if not info.name.endswith("__main__") and not needs_ray:
                 module = importlib.import_module(info.name)
                 yield from (
                     cls for cls in vars(module).values() if inspect.isclass(cls) and cls.__module__ == info.name

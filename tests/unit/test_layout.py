@@ -89,9 +89,14 @@ ELSEWHERE: dict[str, list[str]] = {
     "strategies/lightning/options.py": ["unit/test_rpc_sequential.py", "unit/lightning/test_arguments.py"],
     "strategies/lightning/run.py": ["unit/test_rpc_sequential.py"],
     "strategies/lightning/whole_batch.py": ["integration/parity/training/test_parity_steps.py"],
+    "strategies/ray.py": ["integration/launch/test_ray.py"],
     "strategies/lightning/launch/loopback.py": ["integration/replicas/test_security.py", "faults/test_faults_ranks.py"],
     "strategies/lightning/launch/phases.py": ["faults/test_faults_ranks.py"],
-    "strategies/launch/ranks.py": ["integration/replicas/test_launch.py", "unit/launch/test_ranks_of_mpi.py"],
+    "strategies/launch/ranks.py": [
+        "integration/replicas/test_launch.py",
+        "unit/launch/test_ranks_of_mpi.py",
+        "unit/launch/test_world.py",
+    ],
     "strategies/lightning/launch/rank_launcher.py": ["integration/replicas/test_launch.py"],
     "strategies/lightning/launch/replicas.py": [
         "integration/replicas/test_replicas.py",

@@ -185,20 +185,22 @@ def _counts_ranks_itself(environment: ClusterEnvironment) -> bool:
     return isinstance(environment, LightningEnvironment) and counts
 
 
-def check_environment(environment: ClusterEnvironment) -> None:
+def check_environment(environment: ClusterEnvironment, known: Sequence[type] = ()) -> None:
     """Check that the ranks of a pipeline may become workers, if something other than Lightning has started them.
 
     Args:
         environment: Knows what has started the ranks.
+        known: Further classes of environments whose ranks may become workers.
 
     Raises:
         MisconfigurationException: If the environment is not known and counts several ranks.
     """
-    is_known = _is_ours(environment) or isinstance(environment, _KNOWN)
+    is_known = _is_ours(environment) or isinstance(environment, (*_KNOWN, *known))
     if not is_known and (number := environment.world_size()) > 1:
         name = f"{type(environment).__module__}.{type(environment).__qualname__}"
         raise MisconfigurationException(
             f"{name} says that {number} ranks have been started, by something other than torchrun, SLURM, MPI, LSF "
             "or Kubeflow; a pipeline does not know whether they can become its workers. Start the ranks with one of "
-            'these, or use strategy="ddp" or "zero", which train in the processes that there are.'
+            'these, or use strategy="ddp" or "zero", which train in the processes that there are. Under Ray Train, use '
+            "the strategies of strategies.ray."
         )

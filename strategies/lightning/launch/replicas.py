@@ -1,5 +1,6 @@
 """A strategy whose ranks are replicas. A replica uses several devices and is one rank for Lightning."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
@@ -11,6 +12,7 @@ from strategies.launch.ranks import World
 from strategies.launch.rendezvous import LOOPBACK, interface_to
 from strategies.launch.session import environment_variables
 from strategies.lightning.compat import (
+    Launcher,
     MisconfigurationException,
     ParallelStrategy,
     SubprocessScriptLauncher,
@@ -47,6 +49,8 @@ class ReplicatedStrategy(ParallelStrategy):
     """
 
     averages_gradients: bool  # as in StrategyPlugin
+    known_environments: Sequence[type] = ()
+    """Further classes of environments whose ranks may become workers."""
 
     def __init__(self, num_replicas: int, *arguments: Any, replaces_workers: bool = False) -> None:
         super().__init__(*arguments)
@@ -115,7 +119,7 @@ class ReplicatedStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         self.cluster_environment = environment = lasting_environment(self.cluster_environment)
         num_local = len(self.parallel_devices or ())
-        check_environment(environment)
+        check_environment(environment, self.known_environments)
         if is_external(environment):
             check_visible_gpus(environment, self.parallel_devices or (), self.num_nodes)
         check_launch(environment, num_local, self.num_nodes, self._num_replicas)
@@ -129,9 +133,12 @@ class ReplicatedStrategy(ParallelStrategy):
                 num_stages=num_local * self.num_nodes // self._num_replicas,
                 num_local=num_local,
             )
-            self._launcher = RanksLauncher(self.world, replace_workers=self._replaces_workers)
+            self._launcher = self._launcher_of(self.world)
         elif self.is_distributed:
             self._launcher = SubprocessScriptLauncher(environment, self._num_replicas, self.num_nodes)
+
+    def _launcher_of(self, world: World) -> Launcher:
+        return RanksLauncher(world, replace_workers=self._replaces_workers)
 
     def set_world_ranks(self) -> None:
         """Set the rank of this replica. Lightning calls this when the Trainer is built."""

@@ -129,7 +129,7 @@ def _serve(
         store.set(supervisor_key(world.rank), json.dumps([socket.gethostname(), supervisor]))
     store.set(ready_key(call, stage), json.dumps([socket.gethostname(), os.getpid(), slots]))
     if supervisor:
-        note_session(session.driver_pid)
+        note_session(session.driver_pid if world.is_on_host_of_driver else 0)
     with _ending_with(world, call, session, leave if supervisor else None):
         join_rpc(session, stage)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from here on the driver needs the state in this process

@@ -33,7 +33,7 @@ print("worker", number, os.getpid(), flush=True)
 if how == "early" or (how == "early once" and not os.path.exists("second")):
     open("second", "w").close()
     os.kill(os.getpid(), signal.SIGKILL)
-driver = os.getppid()
+driver = 0 if how == "far" else os.getppid()  # 0: on another host
 if how == "alone":
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
@@ -133,8 +133,8 @@ def comes(condition: Callable[[], bool]) -> bool:
 
 
 def endings() -> dict[str, tuple[str, bool]]:
-    asked = [("goes on", ""), ("fails", ""), ("told early", ""), ("early", ""), ("early once", ""), ("alone", "")]
-    asked += [("waits", "SIGTERM"), ("waits", "SIGKILL")]
+    alone = ("goes on", "far", "fails", "told early", "early", "early once", "alone")
+    asked = [*((how, "") for how in alone), ("waits", "SIGTERM"), ("waits", "SIGKILL")]
     return {f"{how} {send}".strip(): supervised(how, send) for how, send in asked}
 
 
@@ -148,7 +148,7 @@ def sessions(said: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "status"), [("goes on", 0), ("fails", 7)])
+@pytest.mark.parametrize(("how", "status"), [("goes on", 0), ("far", 0), ("fails", 7)])
 def test_each_session_has_a_worker_and_a_killed_one_is_replaced(found: dict, how: str, status: int) -> None:
     said, _ = found[how]
     assert sessions(said) == ["1", "2", "3"] and said.endswith(f"status {status}\n")

@@ -12,7 +12,7 @@ from pytorch_lightning.plugins.environments import (
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from strategies import DDPStrategy, RPCSequentialStrategy, ZeROStrategy
-from strategies.lightning.launch.environment import check_numbering, lasting_environment
+from strategies.lightning.launch.environment import check_environment, check_numbering, lasting_environment
 from trainer import Trainer
 
 
@@ -53,6 +53,7 @@ def test_a_pipeline_over_ranks_that_cannot_become_workers() -> None:
     build(1)
     with pytest.raises(MisconfigurationException, match=r"CountsRanks says that 2 ranks have been started.*\"ddp\" or"):
         build(2)
+    check_environment(CountsRanks(2), (CountsRanks,))
 
 
 class OfAnother(ClusterEnvironment):
