@@ -20,17 +20,17 @@ from strategies.pipeline.stage.microbatch.by_length import split_by_length
 from strategies.pipeline.stage.microbatch.split import split_batch
 from trainer import Trainer
 
-ROUNDS, STEPS, WARM_UP, ROWS, MICROBATCHES, TOKENS, STAGES = 3, 5, 2, 32, 8, 2048, 2
-SHORTEST, LONGEST, WIDTH, VOCABULARY = 16, 512, 128, 256
+ROUNDS, STEPS, WARM_UP, ROWS, MICROBATCHES, TOKENS, STAGES = 3, 4, 2, 32, 8, 2048, 2
+SHORTEST, LONGEST, WIDTH, BLOCKS, VOCABULARY = 16, 512, 64, 4, 256
 GOAL = 0.6
 """The time of a step, as a share of that with padding."""
 
 
-def batches(number: int) -> list[dict[str, Tensor]]:
+def batches(number: int, rows: int) -> list[dict[str, Tensor]]:
     """Batches of rows whose lengths are log-normal."""
     draw, found = torch.Generator().manual_seed(0), []
     for _ in range(number):
-        drawn = torch.randn(ROWS, generator=draw).mul(0.8).add(4.5).exp()
+        drawn = torch.randn(rows, generator=draw).mul(0.8).add(4.5).exp()
         lengths = drawn.clamp(SHORTEST, LONGEST).long()
         mask = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
         ids = torch.randint(VOCABULARY, mask.shape, generator=draw) * mask
@@ -49,7 +49,7 @@ class Net(LightningModule):
         config = LlamaConfig(
             hidden_size=WIDTH,
             intermediate_size=4 * WIDTH,
-            num_hidden_layers=6,
+            num_hidden_layers=BLOCKS,
             num_attention_heads=4,
             num_key_value_heads=4,
             vocab_size=VOCABULARY,
@@ -95,7 +95,7 @@ def main(effort: Effort) -> Section:
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     rounds, steps, warm_up = effort.rounds_or(ROUNDS), *((2, 1) if effort.tiny else (STEPS, WARM_UP))
-    data = batches(steps + warm_up + 1)
+    data = batches(steps + warm_up + 1, 8 if effort.tiny else ROWS)
     times: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
     for _ in range(rounds):
         for name, options in CONTESTANTS.items():
@@ -111,9 +111,10 @@ def main(effort: Effort) -> Section:
     reached = quartiles(ratios(times["1f1b, microbatch_tokens"], times["1f1b, padded"]))[1]
     return Section(
         "Rows of many lengths",
-        f"A Llama of 6 blocks of width {WIDTH} on {STAGES} stages, one thread per process. {ROWS} rows of {SHORTEST} "
-        f"to {LONGEST} tokens (log-normal), of which {share:.0%} are not padding. {MICROBATCHES} micro-batches, or as "
-        f"many as {TOKENS} tokens each make. Medians of {steps} steps, in each of {rounds} interleaved rounds.",
+        f"A Llama of {BLOCKS} blocks of width {WIDTH} on {STAGES} stages, one thread per process. {ROWS} rows of "
+        f"{SHORTEST} to {LONGEST} tokens (log-normal), of which {share:.0%} are not padding. {MICROBATCHES} "
+        f"micro-batches, or as many as {TOKENS} tokens each make. Medians of {steps} steps, in each of {rounds} "
+        "interleaved rounds.",
         tables=[Table(["", "seconds a step", "quartiles", "of 1f1b, padded"], rows)],
         notes=[
             f"microbatch_tokens takes {reached:.2f} of the time with padding; the goal is {GOAL}. The cut expects "
