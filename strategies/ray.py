@@ -130,7 +130,7 @@ def _devices(num_local: int) -> list[torch.device]:
     """Return the device of each rank of this node.
 
     Raises:
-        MisconfigurationException: If this rank does not have a device of its own.
+        MisconfigurationException: If this rank does not have its own device.
     """
     own, rank = ray.train.torch.get_device(), ray.train.get_context().get_local_rank()
     if own.type == "cpu":
@@ -188,7 +188,7 @@ def _leave_group_of_ray() -> None:
     """End the process group that Ray has started over all ranks, and continue at a new port. All ranks call this.
 
     Metrics and loggers use the group if there is one, and would wait for ranks that serve as workers. The drivers of
-    replicas start a group of their own, which must not find the addresses of the first group in the store.
+    replicas start their own group, which must not find the addresses of the first group in the store.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     address, port = os.environ["MASTER_ADDR"], [0]

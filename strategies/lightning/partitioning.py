@@ -288,7 +288,7 @@ def _check_list(model: nn.Module, path: str) -> Pipelined:
         if len(set(module)) < len(module):
             raise MisconfigurationException(
                 f"{kind}.{path} contains the same block several times, so one process would have to run it at several "
-                "places of the pipeline. Give each place a block of its own, or share parameters instead of blocks."
+                "places of the pipeline. Give each place a separate block, or share parameters instead of blocks."
             )
     elif type(module).forward is not nn.Sequential.forward or "forward" in vars(module):
         raise MisconfigurationException(

@@ -3,7 +3,7 @@
     rank 0   one process   call 1: the strategy   (another reference)   prints the verdict   gives it to all
     rank 1   waits         call 1: the strategy   waits                                      returns the same
 
-In each call, every rank starts a process, which has the rank's environment and a port of its own. The ranks
+In each call, every rank starts a process, which has the rank's environment and another port. The ranks
 communicate through the store of the launcher.
 """
 

@@ -412,7 +412,7 @@ class RunProcesses:
     def run(self, executions: Sequence[Execution]) -> dict[str, FailedRun]:
         """Run executions in as few processes as possible, one after another; return the errors of those that failed.
 
-        If a launcher has started ranks, every rank runs the executions of all ranks in a process of its own.
+        If a launcher has started ranks, every rank runs the executions of all ranks in a separate process.
         """
         failed: dict[str, FailedRun] = {}
         for of_all, group in groupby(executions, self._process_of):

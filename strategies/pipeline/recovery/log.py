@@ -22,7 +22,7 @@ from strategies.pipeline.stage.edges import leaves_of, with_leaves
 
 WHY_DIFFERENT = (
     "Either one of its layers, or one before it, depends on something other than its input, its state and the seed of "
-    "the pass (such as the time, or a random generator of its own), or one of the processes computes wrongly."
+    "the pass (such as the time, or its own random generator), or one of the processes computes wrongly."
 )
 
 
