@@ -86,7 +86,7 @@ def adapters_in_files() -> None:
         assert len(whole.optimizers[0]["state"]) == len(adapters)
 
         # A checkpoint of the adapters alone: its keys, and a run that goes on from it.
-        checkpoint = torch.load(of_whole.checkpoint, weights_only=True)
+        checkpoint = torch.load(of_whole.checkpoint, map_location="cpu", weights_only=True)
         assert [*checkpoint["state_dict"]] == adapters
         resumed, _ = trained(pipeline(), 2, folder / "resumed", of_whole.checkpoint)
         assert resumed.model.loaded == adapters

@@ -122,7 +122,7 @@ def pipelined(schedule: str, stages: list[int], make: Any = Model, **options: An
         assert outcome.trainer.strategy.balance in ([4], [2, 2], [2, 1, 1], [1, 1, 2], [1, 2, 1])
         predicted = torch.cat(outcome.trainer.predict(outcome.model, data()))
         expected = torch.cat([outcome.model.double()(batch[0].double()) for batch in data()])
-        torch.testing.assert_close(predicted.double(), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(predicted.double().cpu(), expected.cpu(), rtol=1e-4, atol=1e-4)
 
 
 def both_schedules() -> None:
