@@ -16,7 +16,7 @@ help:
 	@echo "make unit     run the tests that start no process (a minute)"
 	@echo "make test     run all tests except those marked slow or nightly (about four minutes)"
 	@echo "make slow     run the tests marked slow (about a quarter of an hour); .ci/run runs these too"
-	@echo "make nightly  run the tests marked nightly, the rest of long sweeps (about half an hour)"
+	@echo "make nightly  run the tests marked nightly, the rest of long sweeps (about an hour)"
 	@echo "make device-plane run tests of parity over the simulated device plane (half a minute); device-plane-all: all of them"
 	@echo "make check    lint, format, types and the layers of imports"
 	@echo "make docs     build the documentation as a site in build/site; a broken link is an error"
