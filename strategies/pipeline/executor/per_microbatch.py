@@ -20,7 +20,7 @@ Gradients are kept separate from ``.grad`` until the backward pass of the return
 Index letters: ``m`` micro-batch, ``i`` stage.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -74,6 +74,7 @@ class PerMicrobatch:
         self._executor, self._parameters = executor, parameters
         self.steps = Steps(executor.stage.device, names_of(executor.module))
         """The suspended runs of user code."""
+        self._list_of = {first: number for number, first in enumerate(executor.programs.placement.firsts)}
 
     def run(
         self,
@@ -102,7 +103,9 @@ class PerMicrobatch:
             this = executor.begin(len(codes), grad=True, context=context, gathers=True)
             run = PendingPass(this, executor)
             gathered = GatheredGradients(self._parameters())
-            code = _TrainingStep(executor, self.steps, this, codes, [weight * scale for weight in weights])
+            code = _TrainingStep(
+                executor, self.steps, self._list_of, this, codes, [weight * scale for weight in weights]
+            )
             with gathered.gathering(), preserved_random_state(executor.stage.device), code.abandoned_on_error():
                 executor.run("training", this, code)
             losses = code.losses
@@ -143,19 +146,24 @@ class _TrainingStep:
     Args:
         executor: Runs the passes on all stages.
         steps: Begins suspended runs.
+        list_of: For the first stage of each list of layers, and the edge to it, the number of the list.
         this: The pass.
         codes: The code to run for each micro-batch.
         weights: The factor of each loss in its backward pass.
     """
 
     def __init__(
-        self, executor: Executor, steps: Steps, this: Pass, codes: Sequence[Code], weights: Sequence[float]
+        self,
+        executor: Executor,
+        steps: Steps,
+        list_of: Mapping[int, int],
+        this: Pass,
+        codes: Sequence[Code],
+        weights: Sequence[float],
     ) -> None:
         self._executor, self._side_outputs = executor, executor.side_outputs
         self._ends, self._last = executor.ends, executor.ends[-1]
-        self._list_of = {first: number for number, first in enumerate(executor.programs.placement.firsts)}
-        """For the first stage of each list, and the edge to it, the number of the list."""
-        self._threads, self._this, self._codes, self._weights = steps, this, codes, weights
+        self._list_of, self._threads, self._this, self._codes, self._weights = list_of, steps, this, codes, weights
         self.losses: list[Tensor | None] = []
         """The loss of each micro-batch, detached."""
         self.learns = False
