@@ -101,7 +101,7 @@ def main(effort: Effort) -> Section:
         for name, options in CONTESTANTS.items():
             times[name].append(seconds(options, data, warm_up))
     padded = sum(expected(split_batch(batch, MICROBATCHES)[0]) for batch in data[warm_up:-1])
-    shorter = sum(expected(split_by_length(batch, TOKENS, STAGES).parts) for batch in data[warm_up:-1])
+    shorter = sum(expected(split_by_length(batch, TOKENS).parts) for batch in data[warm_up:-1])
     used = sum(int(batch["attention_mask"].sum()) for batch in data)
     share = used / sum(batch["attention_mask"].numel() for batch in data)
     rows = []

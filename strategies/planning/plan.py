@@ -541,13 +541,13 @@ class _Plan:
                 f"A plan measures training_step on a batch, but the training data of {type(source).__name__} have none."
             )
         batch = transferred(self._trainer, model, batches[0], self._device)
-        rows = sum(split_for(model, batch, 1)[1])
+        rows = sum(split_for(model, batch, 1).sizes)
         return _Input(
             FoundExample(_TrainingStepModule(model), (batch,), is_made=False),
             rows,
             self._numbers(rows, rows),
             f"training_step on a batch of {rows} rows",
-            lambda number: (split_for(model, batch, number)[0][0],),
+            lambda number: (split_for(model, batch, number).parts[0],),
         )
 
     def _of_forward(self) -> _Input:

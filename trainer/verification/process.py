@@ -74,6 +74,8 @@ class Execution:
         precision: The Trainer's precision; ``None`` for the precision of the job.
         microbatches: Number of micro-batches of each batch in one process; ``None`` for whole batches.
         by_tokens: Whether micro-batches are weighted by their tokens.
+        max_tokens: The largest number of tokens of a micro-batch of rows of similar length; ``None`` if rows are split
+            in order.
         reads_gradients: Whether a hook before the optimizer's step reads gradients.
         drops_nothing: Whether all dropout layers have a probability of 0.
         is_of_all_ranks: Whether all ranks run it, if a launcher such as torchrun has started ranks.
@@ -85,6 +87,7 @@ class Execution:
     precision: Any = None
     microbatches: int | None = None
     by_tokens: bool = False
+    max_tokens: int | None = None
     reads_gradients: bool = True
     drops_nothing: bool = False
     is_of_all_ranks: bool = False
@@ -267,6 +270,7 @@ def run_execution(folder: Path, job: VerifiedJob, execution: Execution, drawn: D
                 job.model,
                 execution.microbatches,
                 by_tokens=execution.by_tokens,
+                max_tokens=execution.max_tokens,
                 batches=drawn.training,
                 per_step=job.accumulated * job.ranks,
             )

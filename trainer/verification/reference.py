@@ -25,7 +25,7 @@ from strategies.lightning.compat import (
 from strategies.lightning.features.loss_weights import LossWeights, has_own_weights
 from strategies.lightning.features.per_microbatch import split_for
 from strategies.lightning.hooks import collect_logs
-from strategies.pipeline.stage.microbatch.split import split_batch
+from strategies.pipeline.stage.microbatch.split import Microbatches, split_batch
 from trainer.verification.logged import LoggedCall
 from trainer.verification.record import RunRecord
 from trainer.verification.recorder import StepWatch
@@ -63,7 +63,13 @@ def watch_first_step(model: LightningModule, record: RunRecord) -> None:
 
 
 def run_microbatches(
-    model: LightningModule, number: int, *, by_tokens: bool, batches: Sequence[Any] = (), per_step: int = 1
+    model: LightningModule,
+    number: int,
+    *,
+    by_tokens: bool,
+    max_tokens: int | None = None,
+    batches: Sequence[Any] = (),
+    per_step: int = 1,
 ) -> None:
     """Make ``training_step`` run once per micro-batch, in one process.
 
@@ -72,6 +78,7 @@ def run_microbatches(
         number: The largest number of micro-batches of a batch.
         by_tokens: Whether micro-batches are weighted by their tokens; otherwise by their rows, unless the model defines
             weights.
+        max_tokens: The option ``microbatch_tokens``.
         batches: All batches, because weights by tokens depend on all batches of a step.
         per_step: Number of batches of an optimizer step.
     """
@@ -83,11 +90,15 @@ def run_microbatches(
     def collect(name: str, value: Any, settings: dict[str, Any]) -> None:
         logged[0].setdefault(name, []).append((weight[0], value, settings))
 
-    totals = [sum(weights_of(split_for(model, batch, number)[0])) for batch in batches] if weights_of else []
+    def split(batch: Any) -> Microbatches:
+        return split_for(model, batch, number, max_tokens)
+
+    totals = [sum(weights_of(split(batch).parts)) for batch in batches] if weights_of else []
 
     @functools.wraps(original)
     def training_step(self: LightningModule, batch: Any, *rest: Any) -> Any:
-        parts, sizes = split_for(self, batch, number)
+        found = split(batch)
+        parts, sizes = found.parts, found.sizes
         _check_rows(self, batch, sizes)
         weights = [float(size) for size in sizes] if weights_of is None else weights_of(parts)
         whole, logged[0] = sum(weights) or 1.0, {}

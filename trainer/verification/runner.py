@@ -230,6 +230,7 @@ def _certified(
         precision=wished,
         microbatches=number if isinstance(number, int) else None,
         by_tokens=verified.counts_tokens,
+        max_tokens=verified.arguments.get("microbatch_tokens"),
     )
     one, own = Execution("one process", precision=wished), verified.run(wished)
     # In float64, rounding needs no measurement, and micro-batches run only if the strategy differs from one process.

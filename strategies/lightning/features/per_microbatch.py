@@ -157,7 +157,7 @@ class TrainingStepPerMicrobatch:
             return self._run(batch, rest)
 
     def _run(self, batch: Any, rest: Sequence[Any]) -> Any:
-        split = self._split(batch)
+        split = split_for(self._model, batch, self._settings.microbatches, self._tokens)
         parts, sizes = split.parts, split.sizes
         if not self._has_checked_labels:  # once: counting the labels of each batch would wait for the device
             self._has_checked_labels = True
@@ -198,14 +198,6 @@ class TrainingStepPerMicrobatch:
         with context.entered(grad=True):
             logs.log_to(self._model)
         return _combine_outputs(outputs, loss, split, weights)
-
-    def _split(self, batch: Any) -> Microbatches:
-        if self._tokens is None:
-            return Microbatches(*split_for(self._model, batch, self._settings.microbatches))
-        try:
-            return split_by_length(batch, self._tokens, len(self._pipeline.stages))
-        except ValueError as error:
-            raise MisconfigurationException(f"{error}.") from error
 
 
 def _check_tokens(tokens: int | None, microbatches: object, schedule: object, settings: Settings) -> None:
@@ -286,24 +278,32 @@ def num_gradient_sets(trainer: Any, model: LightningModule, optimizers: Iterable
     return 1 if not (accumulates or is_seen) and all(map(clears_as_torch_does, optimizers)) else 2
 
 
-def split_for(model: Any, batch: Any, microbatches: int) -> tuple[list[Any], list[int]]:
-    """Return the micro-batches for ``training_step`` of a model, and the number of rows of each micro-batch.
+def split_for(model: Any, batch: Any, microbatches: int, max_tokens: int | None = None) -> Microbatches:
+    """Return the micro-batches for ``training_step`` of a model.
+
+    Args:
+        model: The model, which may have a method ``split_batch``.
+        batch: The batch.
+        microbatches: The largest number of micro-batches.
+        max_tokens: The option ``microbatch_tokens``, which replaces ``microbatches``.
 
     Raises:
         MisconfigurationException: If the batch cannot be split.
     """
     if not hasattr(model, "split_batch"):
         try:
-            return split_batch(batch, microbatches)
+            if max_tokens is not None:
+                return split_by_length(batch, max_tokens)
+            return Microbatches(*split_batch(batch, microbatches))
         except ValueError as error:
             raise MisconfigurationException(str(error)) from error
     parts = list(model.split_batch(batch, microbatches))
     if not parts:
         raise MisconfigurationException(f"{type(model).__name__}.split_batch returned no micro-batch.")
     try:
-        return parts, [split_batch(part, 1)[1][0] for part in parts]
+        return Microbatches(parts, [split_batch(part, 1)[1][0] for part in parts])
     except ValueError:  # only the user's code knows the numbers of rows, so all weights are equal
-        return parts, [1] * len(parts)
+        return Microbatches(parts, [1] * len(parts))
 
 
 @dataclass

@@ -10,7 +10,7 @@ from harness import run
 from model_families import FAMILIES, Trained, workers_import_transformers
 from parity import compare, fit, one_device
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
@@ -82,6 +82,32 @@ def trained(name: str) -> None:
     module = None if family.is_found else f"model.{family.path}"
     strategy = RPCSequentialStrategy("even", microbatch_tokens=TOKENS, module=module, **options)
     compare(fit(make, strategy, 2, **settings), single, family.tolerance)
+
+
+class Dropped(Labelled):
+    """Drops values in all of its layers."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        super().__init__(make)
+        for module in self.model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.2
+
+
+def masks() -> None:
+    workers_import_transformers()
+    make, settings = (
+        partial(Dropped, BY_NAME["RoBERTa"].make),
+        {"train": partial(loader, with_classes), "max_epochs": 1},
+    )
+    strategies = (RPCSequentialStrategy("even", microbatch_tokens=TOKENS, schedule="1f1b") for _ in range(2))
+    one, two = (fit(make, strategy, stages, **settings) for stages, strategy in enumerate(strategies, 1))
+    compare(two, one, BY_NAME["RoBERTa"].tolerance)
+
+
+@pytest.mark.slow
+def test_masks_do_not_depend_on_the_number_of_stages() -> None:
+    run(masks)
 
 
 class Packed(Labelled):

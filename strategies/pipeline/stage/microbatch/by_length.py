@@ -5,7 +5,8 @@
 
 The sorted rows are cut by dynamic programming, as in DynaPipe (Jiang et al., EuroSys 2024): the time of a batch on n
 stages is about the sum of the costs of its micro-batches, plus n - 1 times the largest cost. Here a cost is a number of
-tokens, with padding.
+tokens, with padding, and n is always 4, because micro-batches, and with them dropout masks, must not depend on the
+number of stages.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,18 +34,18 @@ _DEFINE = "define split_batch(self, batch, num_microbatches) on the model instea
 
 _OVERHEAD = 1 / 16
 """The cost of a micro-batch without tokens, as a share of the largest micro-batch."""
+_STAGES = 4
 _NUM_BOUNDS = 24
 """The number of bounds on the largest cost that are tried."""
 
 
-def split_by_length(batch: Any, max_tokens: int, num_stages: int) -> Microbatches:
+def split_by_length(batch: Any, max_tokens: int) -> Microbatches:
     """Split a batch into micro-batches of rows of similar length, and cut off columns that only have padding.
 
     Args:
         batch: A mapping of the kind that Hugging Face models take, padded on the right, with an ``attention_mask`` of
             shape ``[batch, tokens]``.
         max_tokens: The largest number of tokens of a micro-batch, with padding. A longer row is a micro-batch.
-        num_stages: The number of stages of the pipeline.
 
     Raises:
         ValueError: If the batch is of another kind.
@@ -52,7 +53,7 @@ def split_by_length(batch: Any, max_tokens: int, num_stages: int) -> Microbatche
     groups = _groups(batch)
     lengths = _lengths(batch, groups)
     order = numpy.argsort(lengths.sum(0), kind="stable")
-    sizes = cut(lengths[:, order], max_tokens, num_stages)
+    sizes = cut(lengths[:, order], max_tokens)
     parts, rows, start = [], [], 0
     for size in sizes:
         own = order[start : start + size]
@@ -66,14 +67,13 @@ def split_by_length(batch: Any, max_tokens: int, num_stages: int) -> Microbatche
     return Microbatches(parts, sizes, rows)
 
 
-def cut(lengths: Any, max_tokens: int, num_stages: int) -> list[int]:
+def cut(lengths: Any, max_tokens: int) -> list[int]:
     """Return the number of rows of each micro-batch, for sorted rows.
 
     Args:
         lengths: The number of tokens of each row, shape ``[sequences, rows]``. An encoder-decoder model has two
             sequences in a row.
         max_tokens: The largest number of tokens of a micro-batch, with padding, unless it has one row.
-        num_stages: The number of stages of the pipeline.
     """
     number = lengths.shape[1]
     costs = numpy.full((number, number + 1), numpy.inf)
@@ -86,7 +86,7 @@ def cut(lengths: Any, max_tokens: int, num_stages: int) -> list[int]:
     least = costs[numpy.arange(number), numpy.arange(1, number + 1)].max()
     known = numpy.unique(costs[(costs >= least) & (costs < numpy.inf)])
     bounds = known[numpy.unique(numpy.linspace(0, len(known) - 1, _NUM_BOUNDS).astype(int))]
-    tried = [_cheapest(numpy.where(costs <= bound, costs, numpy.inf), (num_stages - 1) * bound) for bound in bounds]
+    tried = [_cheapest(numpy.where(costs <= bound, costs, numpy.inf), (_STAGES - 1) * bound) for bound in bounds]
     return min(tried, key=lambda each: each[0])[1]
 
 

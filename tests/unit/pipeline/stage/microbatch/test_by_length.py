@@ -22,7 +22,7 @@ def batch_of(lengths: list[int], columns: int | None = None, **more: Any) -> dic
 
 def test_rows_of_similar_length_and_no_columns_of_padding() -> None:
     batch = batch_of([9, 2, 3, 8, 2], columns=12, weight=torch.arange(5.0), name=["a", "b", "c", "d", "e"], scale=2)
-    found = split_by_length(UserDict(batch), 18, 2)
+    found = split_by_length(UserDict(batch), 18)
     shapes = [tuple(part["input_ids"].shape) for part in found.parts]
     assert sorted(found.rows) == [*range(5)] and sum(found.sizes) == 5
     assert all(rows * columns <= 18 for rows, columns in shapes) and shapes[-1][1] == 9
@@ -41,16 +41,18 @@ def test_rows_of_similar_length_and_no_columns_of_padding() -> None:
 def test_encoder_and_decoder_have_lengths_of_their_own() -> None:
     targets = torch.tensor([[1, 2, -100, -100], [1, 2, 3, -100], [5, -100, -100, -100]])
     mask = torch.tensor([[1] * 6, [1] * 5 + [0], [1] * 2 + [0] * 4])
-    (part,) = split_by_length({"input_ids": mask, "attention_mask": mask, "labels": targets}, 100, 1).parts
-    assert part["labels"].shape == (3, 3) and part["input_ids"].shape == (3, 6)
+    for part in split_by_length({"input_ids": mask, "attention_mask": mask, "labels": targets}, 100).parts:
+        assert (part["labels"] != -100).any(0)[-1] and part["attention_mask"].any(0)[-1]
+        assert part["input_ids"].shape == part["attention_mask"].shape
     same = {"input_ids": mask[:, :4], "attention_mask": mask[:, :4], "labels": targets}
-    assert split_by_length(same, 100, 1).parts[0]["labels"].shape == (3, 4)  # the mask may belong to them
+    for part in split_by_length(same, 100).parts:  # the mask may belong to the labels
+        assert part["labels"].shape == part["input_ids"].shape and part["attention_mask"].any(0)[-1]
 
 
 def test_rows_that_are_padded_on_the_left_keep_their_columns() -> None:
     batch = batch_of([2, 4, 4, 2])
     batch["attention_mask"] = batch["attention_mask"].flip(1)
-    found = split_by_length(batch, 8, 2)
+    found = split_by_length(batch, 8)
     assert {part["input_ids"].shape[1] for part in found.parts} == {4} and max(found.sizes) <= 2
 
 
@@ -65,30 +67,30 @@ def test_rows_that_are_padded_on_the_left_keep_their_columns() -> None:
 )
 def test_batches_without_known_lengths_are_refused(batch: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        split_by_length(batch, 8, 2)
+        split_by_length(batch, 8)
 
 
-def time_of(lengths: list[int], sizes: list[int], stages: int, limit: int) -> float:
+def time_of(lengths: list[int], sizes: list[int], limit: int) -> float:
     costs, start = [], 0
     for size in sizes:
         costs.append(size * max(lengths[start : start + size]) + limit / 16)
         start += size
-    return sum(costs) + (stages - 1) * max(costs)
+    return sum(costs) + 3 * max(costs)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_other_cut_takes_less_time(seed: int) -> None:
     draw = random.Random(seed)
     lengths = sorted(draw.choices(range(1, 30), k=9))
-    limit, stages = draw.choice([30, 60, 100]), draw.choice([1, 2, 4])
-    sizes = cut(numpy.array([lengths]), limit, stages)
+    limit = draw.choice([30, 60, 100])
+    sizes = cut(numpy.array([lengths]), limit)
     least = min(
-        time_of(lengths, found, stages, limit)
+        time_of(lengths, found, limit)
         for number in range(9)
         for places in combinations(range(1, 9), number)
         if _fits(lengths, found := [b - a for a, b in zip((0, *places), (*places, 9), strict=True)], limit)
     )
-    assert _fits(lengths, sizes, limit) and time_of(lengths, sizes, stages, limit) <= least * 1.02
+    assert _fits(lengths, sizes, limit) and time_of(lengths, sizes, limit) <= least * 1.02
 
 
 def _fits(lengths: list[int], sizes: list[int], limit: int) -> bool:
@@ -101,7 +103,7 @@ def _fits(lengths: list[int], sizes: list[int], limit: int) -> bool:
 
 def test_many_rows_are_cut_in_no_time() -> None:
     lengths = torch.randn(512).mul(0.7).add(4).exp().clamp(16, 512).long().sort().values
-    found = cut(lengths[None].numpy(), 4096, 4)
+    found = cut(lengths[None].numpy(), 4096)
     assert sum(found) == 512 and len(found) > 4
 
 
@@ -113,6 +115,6 @@ def test_little_is_computed_for_padding() -> None:
     torch.manual_seed(0)
     lengths = torch.randn(64).mul(0.8).add(4.3).exp().clamp(16, 512).long().tolist()
     batch = batch_of(lengths)
-    found = split_by_length(batch, 2048, 2)
+    found = split_by_length(batch, 2048)
     assert padding([batch["attention_mask"]]) > 3
     assert padding([part["attention_mask"] for part in found.parts]) < 1.25
