@@ -239,15 +239,16 @@ def with_replicas(extra: str, schedule: str) -> Any:
 
 @pytest.mark.timeout(600)  # five runs of four processes
 @pytest.mark.parametrize(
-    "extra, schedule, verdict",
+    "extra, schedule, reason",
     [
-        pytest.param("none", "1f1b", EQUAL, marks=pytest.mark.slow),
-        pytest.param("dropout", "gpipe", DOCUMENTED, marks=pytest.mark.nightly),
+        pytest.param("none", "1f1b", "('largest', 'largest_step', 'largest_epoch')", marks=pytest.mark.slow),
+        pytest.param("dropout", "gpipe", "", marks=pytest.mark.nightly),
     ],
 )
-def test_replicas(extra: str, schedule: str, verdict: str) -> None:
+def test_replicas(extra: str, schedule: str, reason: str) -> None:
     found = run(with_replicas, extra, schedule, timeout_seconds=580)
-    assert found["verdict"] == verdict
+    assert found["verdict"] == DOCUMENTED
+    assert any(reason in each for each in found["reasons"])
     assert found["compared"]["gradients"] == {**found["compared"]["gradients"], "values": 16}
     assert found["facts"]["balance"] == [4, 3]
 
