@@ -232,8 +232,8 @@ def _of_random_layers(one: RunRecord) -> str:
 def _of_logged(names: Sequence[str]) -> str:
     return (
         f"logged values that are no mean over the rows of a batch ({_some(names)}): training_step runs once per "
-        "micro-batch, so a maximum, a minimum or a metric of torchmetrics is that of micro-batches (schedule='gpipe' or "
-        "microbatches=1 logs values of whole batches)"
+        "micro-batch, so a maximum, a minimum or a metric of torchmetrics is that of micro-batches (schedule='gpipe' "
+        "or microbatches=1 logs values of whole batches)"
     )
 
 
