@@ -35,6 +35,7 @@ _DEFINE = "define split_batch(self, batch, num_microbatches) on the model instea
 _OVERHEAD = 1 / 16
 """The cost of a micro-batch without tokens, as a share of the largest micro-batch."""
 _STAGES = 4
+"""The number of stages for which rows are cut."""
 _NUM_BOUNDS = 24
 """The number of bounds on the largest cost that are tried."""
 
@@ -51,6 +52,8 @@ def split_by_length(batch: Any, max_tokens: int) -> Microbatches:
         ValueError: If the batch is of another kind.
     """
     groups = _groups(batch)
+    if not len(batch["attention_mask"]):
+        return Microbatches([batch], [0])
     lengths = _lengths(batch, groups)
     order = numpy.argsort(lengths.sum(0), kind="stable")
     sizes = cut(lengths[:, order], max_tokens)

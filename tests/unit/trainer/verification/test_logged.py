@@ -1,13 +1,15 @@
 """The logged values of ranks, by Lightning's rules, computed from the calls of one process."""
 
+from typing import Any
+
 import pytest
 
 from trainer.verification.logged import LoggedCall, logged_of_ranks
 
 
-def calls(name: str, values: list[float], sizes: list[int] | None = None, **settings: object) -> list[list[LoggedCall]]:
+def calls(name: str, values: list[float], sizes: list[int] | None = None, **settings: Any) -> list[list[LoggedCall]]:
     sizes = sizes or [1] * len(values)
-    return [[LoggedCall(name, value, size, **settings)] for value, size in zip(values, sizes, strict=True)]  # type: ignore[arg-type]
+    return [[LoggedCall(name, value, size, **settings)] for value, size in zip(values, sizes, strict=True)]
 
 
 def test_a_value_of_a_step_is_the_value_of_the_rank() -> None:

@@ -49,6 +49,12 @@ def test_encoder_and_decoder_have_lengths_of_their_own() -> None:
         assert part["labels"].shape == part["input_ids"].shape and part["attention_mask"].any(0)[-1]
 
 
+def test_an_empty_batch_is_one_empty_part() -> None:
+    empty = {name: value[:0] for name, value in batch_of([2, 3]).items()}
+    found = split_by_length(empty, 8)
+    assert found.sizes == [0] and found.parts == [empty]
+
+
 def test_rows_that_are_padded_on_the_left_keep_their_columns() -> None:
     batch = batch_of([2, 4, 4, 2])
     batch["attention_mask"] = batch["attention_mask"].flip(1)
