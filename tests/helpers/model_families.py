@@ -304,7 +304,7 @@ class Trained(LightningModule):
     def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
         logits = self.model(**batch).logits
         logits = logits.reshape(len(logits), -1, logits.shape[-1])
-        targets = torch.arange(logits.shape[1]) % logits.shape[2]
+        targets = torch.arange(logits.shape[1], device=logits.device) % logits.shape[2]
         return cross_entropy(logits.flatten(0, 1), targets.repeat(len(logits)))
 
     def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
