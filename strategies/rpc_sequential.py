@@ -742,8 +742,8 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
 
         The method has the interface of Lightning 1.3. Within the call, the pipelined module of
         ``trainer.lightning_module`` is a plain ``nn.Sequential`` or ``nn.ModuleList`` with the values of every stage,
-        which can be pickled, copied or exported. Layers of other stages are copies, so a change to them does not affect
-        the run.
+        which can be pickled, copied or exported. Layers of other stages are copies on the CPU, so a change to them does
+        not affect the run. To call the model where the driver's stage is on a GPU, move a copy of it to one device.
         """
         with nullcontext() if self._run is None else self._run.states.whole_module():
             save_model_fn(trainer, filepath)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from adapter_parts import Adapted, base_model, loader
 from harness import run
-from parity import Outcome, compare, fit, one_device
+from parity import Outcome, compare, fit, on_cpus, one_device
 from peft import PeftModel
 from pytorch_lightning import Callback
 from safetensors.torch import load_file
@@ -190,6 +190,7 @@ def launched() -> None:
         assert Script(adapters_job.__file__, folder).wait(timeout=200) == 0
 
 
+@on_cpus
 @pytest.mark.slow
 def test_zero() -> None:
     run(launched, timeout_seconds=240)

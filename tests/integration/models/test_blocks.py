@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run
-from parity import Outcome, Small, batches, check, compare, fit
+from parity import Outcome, Small, batches, check, compare, fit, on_cpus
 from pytorch_lightning import Callback
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
@@ -186,7 +186,7 @@ def saved_whole() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [compiled, saved_whole])
+@pytest.mark.parametrize("rows", [compiled, pytest.param(saved_whole, marks=on_cpus)])
 def test_a_compiled_model_and_the_whole_model_in_mid_run(rows: Any) -> None:
     run(rows, timeout_seconds=300)
 

@@ -3,10 +3,12 @@
 from pathlib import Path
 
 import pytest
+from parity import on_cpus
 
 from tests.drawing.__main__ import main
 
 
+@on_cpus
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_family_of_a_drawing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from adapter_parts import Adapted, Counts, loader
 from harness import run
 from parity import compare, fit, one_device
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from strategies import RPCSequentialStrategy
 
@@ -72,4 +73,10 @@ def test_blocks_that_the_stages_recompute() -> None:
 
 @pytest.mark.slow
 def test_every_mode() -> None:
-    run(trained, [("never", True), ("never", False), ("always", True)])
+    recompute_themselves = [("never", True), ("never", False)]
+    if "__call__" in vars(GradientCheckpointingLayer):  # transformers before 5.23, which recompute calls, hooks included
+        for case in recompute_themselves:
+            with pytest.raises(AssertionError, match=r"is called within torch\.utils\.checkpoint"):
+                run(trained, [case])
+        recompute_themselves = []
+    run(trained, [*recompute_themselves, ("always", True)])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run
-from parity import WIDTH, Small, batches, fit
+from parity import WIDTH, Small, batches, fit, on_cpus
 from parity_layers import MeasuresMemory
 from procfs import MEBI
 from torch import Tensor, nn
@@ -151,6 +151,7 @@ def all_growths() -> dict[Any, int]:
     return {(schedule, number): growth_bytes(schedule, number) for schedule, number in runs}
 
 
+@on_cpus
 @pytest.mark.slow
 def test_memory_of_a_worker_does_not_grow_with_the_micro_batches() -> None:
     """The most bytes that the first worker's process has ever held, over what it held before the first large step."""

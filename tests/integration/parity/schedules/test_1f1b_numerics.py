@@ -7,7 +7,7 @@ import parity_scaler as scaling
 import pytest
 import torch
 from harness import run
-from parity import Fresh, check, compare, fit
+from parity import Fresh, check, compare, fit, on_cpus
 from pytorch_lightning.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -73,6 +73,7 @@ def in_float16() -> None:
     assert all(bool((state["exp_avg"] != 0).any()) for state in one.optimizers[0]["state"].values())
 
 
+@on_cpus
 @pytest.mark.slow
 def test_float16() -> None:
     run(in_float16)
