@@ -74,7 +74,7 @@ def test_blocks_that_the_stages_recompute() -> None:
 @pytest.mark.slow
 def test_every_mode() -> None:
     recompute_themselves = [("never", True), ("never", False)]
-    if "__call__" in vars(GradientCheckpointingLayer):  # transformers before 5.23, which recompute calls, hooks included
+    if "__call__" in vars(GradientCheckpointingLayer):  # transformers before 5.23
         for case in recompute_themselves:
             with pytest.raises(AssertionError, match=r"is called within torch\.utils\.checkpoint"):
                 run(trained, [case])
