@@ -1,4 +1,4 @@
-"""Twenty sound models of different kinds, each with its batches and settings of a pipeline of two stages."""
+"""Sound models of different kinds, each with its batches and settings of a pipeline of two stages."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -198,5 +198,7 @@ SOUND: dict[str, Sound] = {
     "clipped": Sound(Layers, options=_PARTS, arguments={"gradient_clip_val": 0.01}),
     "frozen layer, groups": Sound(partial(Layers, optimizer=groups), options=_PARTS),
     "manual optimization": Sound(Manual),
+    "T5, both lists": _family("T5 decoder", module=["model.encoder.block", "model.decoder.block"], **_PARTS),
+    "Llama, rows by length": _family("Llama", microbatches=8, microbatch_tokens=30, **_PARTS),
 }
-"""Twenty models, by a description."""
+"""Models, by a description."""

@@ -263,10 +263,6 @@ ELSEWHERE: dict[str, list[str]] = {
         "unit/trainer/verification/test_certificate.py",
         "integration/trainer/test_verify.py",
     ],
-    "trainer/verification/reference.py": [
-        "unit/trainer/verification/test_certificate.py",
-        "integration/trainer/test_verify.py",
-    ],
     "trainer/verification/runner.py": [
         "unit/trainer/verification/test_verify_settings.py",
         "integration/trainer/test_verify.py",

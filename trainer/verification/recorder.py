@@ -199,7 +199,7 @@ def stages_of(trainer: Trainer, model: LightningModule) -> dict[str, str]:
     if pipeline is None or len(pipeline.stages) < 2:
         return {}
     paths = {id(module): path for path, module in model.named_modules()}
-    path = paths[id(pipeline.module)]
+    path = paths.get(id(pipeline.module), "")  # layers of several lists have their names in the model
     last = f"stage {len(pipeline.stages) - 1} (the driver)"
     stage_of_layer = {
         f"{path}.{name}".strip("."): last if i == len(pipeline.stages) - 1 else f"stage {i}"

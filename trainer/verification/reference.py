@@ -203,10 +203,17 @@ def _reduction(settings: Mapping[str, Any]) -> str:
 
 
 def switch_off_dropout(model: nn.Module) -> None:
-    """Set the probability of all dropout layers to 0."""
+    """Set the probabilities of all dropout layers to 0, and those that modules pass to functions.
+
+    The latter are numbers such as ``dropout`` of ``nn.MultiheadAttention``, or ``attention_dropout`` of
+    ``transformers``.
+    """
     for module in model.modules():
         if isinstance(module, DROPOUTS):
             module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if "dropout" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
 
 
 def _check_rows(model: LightningModule, batch: Any, sizes: Sequence[int]) -> None:

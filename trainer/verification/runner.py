@@ -348,7 +348,8 @@ def _described(verified: VerifiedStrategy, actual: RunRecord) -> str:
     if verified.is_pipeline:
         facts = actual.facts
         words.append(f"schedule={facts.get('schedule')!r}, balance={facts.get('balance')}")
-        words.append(f"microbatches={facts.get('microbatches')}")
+        tokens = verified.arguments.get("microbatch_tokens")
+        words.append(f"microbatch_tokens={tokens}" if tokens else f"microbatches={facts.get('microbatches')}")
     elif verified.name == "ZeROStrategy":
         words.append(f"stage={verified.arguments.get('stage', 1)}")
     return ", ".join([*words, f"{verified.num_devices} processes"])

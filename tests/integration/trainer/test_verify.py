@@ -122,8 +122,7 @@ def verdicts(names: Sequence[str]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "part", [pytest.param(part, marks=pytest.mark.slow if part < 2 else pytest.mark.nightly) for part in range(10)]
 )
-def test_twenty_sound_models_are_not_called_wrong(part: int) -> None:
-    assert len(sound_models.SOUND) == 20
+def test_many_sound_models_are_not_called_wrong(part: int) -> None:
     names = list(sound_models.SOUND)[part::10]
     found = run(verdicts, names, timeout_seconds=280, env=OWN_SERVER)
     wanted = {name: EQUAL if sound_models.SOUND[name].is_equal else DOCUMENTED for name in names}
