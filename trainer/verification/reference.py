@@ -206,13 +206,13 @@ def switch_off_dropout(model: nn.Module) -> None:
     """Set the probabilities of all dropout layers to 0, and those that modules pass to functions.
 
     The latter are numbers such as ``dropout`` of ``nn.MultiheadAttention``, or ``attention_dropout`` of
-    ``transformers``.
+    ``transformers``. Probabilities to keep a value, such as ``dropout_keep``, stay as they are.
     """
     for module in model.modules():
         if isinstance(module, DROPOUTS):
             module.p = 0.0
         for name, value in list(vars(module).items()):
-            if "dropout" in name and isinstance(value, float):
+            if "dropout" in name and "keep" not in name and isinstance(value, float):
                 setattr(module, name, 0.0)
 
 

@@ -501,7 +501,8 @@ MESSAGES = {
     "zbv": "schedule='zbv' is for one list of layers, but 2 .* 'gpipe', '1f1b', 'interleaved', 'zb-h1'",
     "table": "schedule=.*one_f_one_b.* is for one list of layers",
     "auto": "schedule='auto' is for one list of layers",
-    "moves by itself": "rebalance='auto' is for one list of layers, but several are pipelined|for stages on CPUs",
+    "moves by itself": "rebalance='auto' is for "
+    + ("one list of layers, but several are pipelined" if accelerator() == "cpu" else "stages on CPUs"),
     "averages": "one nn.Sequential or nn.ModuleList, but 'encoder.layers' and 'decoder.layers' are pipelined together",
     "balance": r"The provided balance \[2, 2, 2, 1\] has \[2, 2\] for list 0 of 2, which has 3 layers",
     "data plane": "2 lists of layers are pipelined one after another under data_plane='gloo' only",
