@@ -13,10 +13,10 @@ SIZES = (8, 7, 2)
 NUM_LAYERS, MICROBATCHES = 6, 3
 
 
-def settings() -> dict[str, Any]:
-    """What the calling thread sees."""
+def settings(device: str) -> dict[str, Any]:
+    """What the calling thread sees, on devices of this type."""
     return {
-        "autocast": torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
+        "autocast": torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
         "default dtype": torch.get_default_dtype(),
         "matmul": torch.get_float32_matmul_precision(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
@@ -53,7 +53,7 @@ class NotesSettings(nn.Module):
 
     def note(self, where: str, *tensors: Tensor) -> None:
         """Adds what is seen, if it has not been seen before."""
-        now = {**settings(), "dtypes": [tensor.dtype for tensor in tensors]}
+        now = {**settings(tensors[0].device.type), "dtypes": [tensor.dtype for tensor in tensors]}
         if where == "evaluation":
             now["grad"] = torch.is_grad_enabled()
         if now not in self.seen[where]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from checkpoint_job import Resumed, fit, pipeline, single
 from harness import run
-from parity import alike
+from parity import alike, on_cpus
 from pytorch_lightning import Callback
 from torch import Tensor, nn
 
@@ -174,6 +174,7 @@ def heavy_saves() -> dict[str, Any]:
     return seen
 
 
+@on_cpus
 @pytest.mark.slow
 def test_memory_that_saving_takes() -> None:
     """The other two stages have 144 MiB, in tensors of 24."""

@@ -505,7 +505,9 @@ MESSAGES = {
     + ("one list of layers, but several are pipelined" if accelerator() == "cpu" else "stages on CPUs"),
     "averages": "one nn.Sequential or nn.ModuleList, but 'encoder.layers' and 'decoder.layers' are pipelined together",
     "balance": r"The provided balance \[2, 2, 2, 1\] has \[2, 2\] for list 0 of 2, which has 3 layers",
-    "data plane": "2 lists of layers are pipelined one after another under data_plane='gloo' only",
+    "data plane": "2 lists of layers are pipelined one after another under data_plane='gloo' only"
+    if accelerator() == "cpu"
+    else "data_plane='simulated' simulates devices on CPUs",
     "late": "Late has tensors without memory .* 'encoder.layers' and 'decoder.layers' are pipelined together",
     "plan": "Trainer.plan predicts the time of one .* 'encoder.layers' and 'decoder.layers' are pipelined together",
 }

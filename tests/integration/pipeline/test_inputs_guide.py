@@ -4,9 +4,8 @@ import re
 from typing import Any
 
 import torch
-from parity import compare, fit
+from parity import compare, fit, one_device
 from paths import ROOT
-from pytorch_lightning.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader
 
 from strategies import RPCSequentialStrategy
@@ -34,7 +33,7 @@ def sentences() -> DataLoader:
 
 def test_lightning_module() -> None:
     tagger = example("LightningModule")["Tagger"]
-    single = fit(tagger, SingleDeviceStrategy("cpu"), 1, train=sentences)
+    single = fit(tagger, one_device(), 1, train=sentences)
     for schedule in ("gpipe", "1f1b"):
         compare(fit(tagger, RPCSequentialStrategy(microbatches=3, schedule=schedule), 1, train=sentences), single)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from harness import run
-from parity import WIDTH, Small, batches, compare, fit
+from parity import WIDTH, Small, batches, compare, fit, on_cpus
 from pytorch_lightning import Callback
 from pytorch_lightning.loggers import CSVLogger
 from sleep_layer import slept
@@ -323,6 +323,7 @@ def beside_rebalancing() -> list[dict[str, float]]:
     return scalars(Path("own", "version_0"))
 
 
+@on_cpus
 def test_records_are_those_of_their_step_beside_rebalancing() -> None:
     """The strategy records every batch too, and layers move at the end of one batch and at the start of another one."""
     rows = run(beside_rebalancing)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run
-from parity import Small, fit
+from parity import Small, fit, on_cpus
 from pytorch_lightning.utilities.memory import is_oom_error
 from torch import Tensor, nn
 
@@ -108,5 +108,6 @@ def error_of_a_receive() -> str:
     return str(caught.value)
 
 
+@on_cpus
 def test_a_receive_is_named() -> None:
     assert "is out of memory in 0RECV_B3: " in run(error_of_a_receive)

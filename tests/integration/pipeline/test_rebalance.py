@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run
-from parity import Outcome, Small, batches, compare, fit
+from parity import Outcome, Small, batches, compare, fit, on_cpus
 from pytorch_lightning import Callback
 from sleeping import Sleepy
 
@@ -67,6 +67,7 @@ def relieved(schedule: str, slow: int) -> None:
     assert sizes == after
 
 
+@on_cpus
 @pytest.mark.alone
 @pytest.mark.parametrize(
     ("schedule", "slow"),
@@ -115,6 +116,7 @@ def evaluated_after_an_error() -> None:
     trainer.validate(model, batches([8]), verbose=False)
 
 
+@on_cpus
 @pytest.mark.slow
 def test_every_n_steps() -> None:
     run(relieved_within_an_epoch)
@@ -143,6 +145,7 @@ def beside_a_busy_process() -> None:
     raise AssertionError("others used the driver's core in each of three runs, in which no layer moved")
 
 
+@on_cpus
 @pytest.mark.nightly
 @pytest.mark.alone
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="each stage needs a core")

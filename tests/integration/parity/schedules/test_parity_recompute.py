@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run
-from parity import WIDTH, Outcome, Small, batches, check, fit
+from parity import WIDTH, Outcome, Small, batches, check, fit, on_cpus
 from parity_layers import MeasuresMemory
 from procfs import MEBI
 from torch import Tensor, nn
@@ -145,6 +145,7 @@ def peaks() -> dict[str, tuple[int, dict[str, Tensor]]]:
     return {mode: (o.model.sequential_module[0].growth, o.parameters) for mode, o in outcomes.items()}
 
 
+@on_cpus
 @pytest.mark.slow
 def test_recomputing_saves_the_memory_of_a_worker() -> None:
     """It holds the activations of one micro-batch instead of those of all.

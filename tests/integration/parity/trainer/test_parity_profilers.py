@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 from harness import run
-from parity import WIDTH, Outcome, Small, batches, compare, fit
+from parity import WIDTH, Outcome, Small, batches, compare, fit, one_device
 from pytorch_lightning import Callback
 from pytorch_lightning.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
-from pytorch_lightning.strategies import SingleDeviceStrategy
 
 from strategies import RPCSequentialStrategy
 
@@ -50,7 +49,7 @@ def traces(folder: str, step: str) -> dict[str, list[Any]]:
 
 
 def with_torchs_profiler() -> None:
-    single = trained(SingleDeviceStrategy("cpu"), 1, None)
+    single = trained(one_device(), 1, None)
     for schedule, named in (("gpipe", True), ("1f1b", False)):
         profiler = PyTorchProfiler(dirpath=schedule, filename="table", record_module_names=named)
         outcome = pipeline(schedule, profiler)
@@ -74,7 +73,7 @@ def with_torchs_profiler() -> None:
 
 
 def spans(events: list[Any], name: str) -> list[tuple[float, float]]:
-    return sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["name"] == name)
+    return sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["name"] == name and e["cat"] == "user_annotation")
 
 
 def test_torchs_profiler_traces_every_stage() -> None:
@@ -82,7 +81,7 @@ def test_torchs_profiler_traces_every_stage() -> None:
 
 
 def with_the_others() -> None:
-    single = trained(SingleDeviceStrategy("cpu"), 1, None)
+    single = trained(one_device(), 1, None)
     for profiler in (
         SimpleProfiler(dirpath=".", filename="simple"),
         AdvancedProfiler(dirpath=".", filename="advanced"),

