@@ -15,9 +15,9 @@ PAGE = ROOT / "docs" / "options.md"
 
 STRATEGIES = [  # heading, class, file
     ('Pipeline: `strategy="rpc_sequential"`', "RPCSequentialStrategy", "strategies/rpc_sequential.py"),
-    ('ZeRO: `strategy="zero"`', "ZeROStrategy", "strategies/zero.py"),
-    ('DDP: `strategy="ddp"`', "DDPStrategy", "strategies/ddp.py"),
-    ('DataParallel: `strategy="dp"`', "DataParallelStrategy", "strategies/dp.py"),
+    ('ZeRO: `strategy="zero"`', "ZeROStrategy", "strategies/data_parallel/zero.py"),
+    ('DDP: `strategy="ddp"`', "DDPStrategy", "strategies/data_parallel/ddp.py"),
+    ('DataParallel: `strategy="dp"`', "DataParallelStrategy", "strategies/data_parallel/dp.py"),
 ]
 
 DATACLASSES = [  # class, file

@@ -1,7 +1,7 @@
-"""Strategy plug-ins for PyTorch Lightning: one module for each strategy that a user can choose, and what they share.
+"""Strategy plug-ins for PyTorch Lightning, and what they share.
 
-``rpc_sequential``, ``ddp``, ``zero`` and ``dp`` are the strategies, and ``base`` is the contract that they
-fulfil. The packages are the rooms beneath them, from ``planning`` and ``lightning`` down to ``common``;
+``rpc_sequential`` and the modules of ``data_parallel`` are the strategies, and ``ray`` has them for Ray Train. The
+other packages are the rooms beneath them, from ``planning`` and ``lightning`` down to ``common``;
 ``docs/architecture.md`` draws their layers.
 
 In: the arguments of a strategy, and calls of the Trainer. Out: processes that train together, and checkpoints with the
@@ -16,15 +16,15 @@ from strategies.common.names import imported_on_first_use
 from strategies.lightning.registry import register_names
 
 _MODULE_OF = {
-    "StrategyPlugin": "strategies.base",
-    "DDPStrategy": "strategies.ddp",
-    "DataParallelStrategy": "strategies.dp",
+    "StrategyPlugin": "strategies.lightning.strategy_plugin",
+    "DDPStrategy": "strategies.data_parallel.ddp",
+    "DataParallelStrategy": "strategies.data_parallel.dp",
     "RPCSequentialStrategy": "strategies.rpc_sequential",
     "Rebalance": "strategies.lightning.options",
     "Recovery": "strategies.pipeline.recovery.repairs",
     "RemoteModule": "strategies.remote.module",
     "Schedule": "strategies.lightning.options",
-    "ZeROStrategy": "strategies.zero",
+    "ZeROStrategy": "strategies.data_parallel.zero",
 }
 
 __all__ = [

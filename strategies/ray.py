@@ -27,9 +27,9 @@ from ray.train.lightning import RayDDPStrategy as AcceptedByRay
 from ray.train.lightning import RayLightningEnvironment, RayTrainReportCallback
 from torch.distributed.constants import default_pg_timeout
 
-from strategies.base import StrategyPlugin
 from strategies.common.patching import replaced
-from strategies.ddp import DDPStrategy
+from strategies.data_parallel.ddp import DDPStrategy
+from strategies.data_parallel.zero import ZeROStrategy
 from strategies.launch.host_links import explaining_lost_hosts
 from strategies.launch.ranks import World, dismiss, serve_in_child
 from strategies.launch.supervision import ending
@@ -43,8 +43,8 @@ from strategies.lightning.compat import (
     pl,
 )
 from strategies.lightning.launch.rank_launcher import RanksLauncher
+from strategies.lightning.strategy_plugin import StrategyPlugin
 from strategies.rpc_sequential import RPCSequentialStrategy
-from strategies.zero import ZeROStrategy
 
 if not issubclass(AcceptedByRay, pl.strategies.DDPStrategy):
     raise ImportError(
@@ -145,7 +145,7 @@ def _devices(num_local: int) -> list[torch.device]:
 
 
 class RayDDPStrategy(_UnderRay, DDPStrategy):
-    """:class:`~strategies.ddp.DDPStrategy` in the workers of Ray Train, with the same arguments.
+    """:class:`~strategies.data_parallel.ddp.DDPStrategy` in the workers of Ray Train, with the same arguments.
 
     The number of ranks is that of Ray's workers. The Trainer needs ``devices="auto"`` and
     ``plugins=[ray.train.lightning.RayLightningEnvironment()]``. Backend and time-out of the process group are settings
@@ -154,7 +154,7 @@ class RayDDPStrategy(_UnderRay, DDPStrategy):
 
 
 class RayZeROStrategy(_UnderRay, ZeROStrategy):
-    """:class:`~strategies.zero.ZeROStrategy` in the workers of Ray Train; see :class:`RayDDPStrategy`."""
+    """:class:`~strategies.data_parallel.zero.ZeROStrategy` in the workers of Ray Train; see :class:`RayDDPStrategy`."""
 
 
 class RayRPCSequentialStrategy(_UnderRay, RPCSequentialStrategy):

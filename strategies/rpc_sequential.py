@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from strategies.base import StrategyPlugin
 from strategies.checkpoint.store import load_sharded, local_path
 from strategies.checkpoint.validate import DescribeStage, check_fit, no_stage, stages_by_name
 from strategies.checkpoint.writer import snapshot
@@ -58,6 +57,7 @@ from strategies.lightning.options import Options, Rebalance, Schedule
 from strategies.lightning.partitioning import find_module, is_called_in_reverse
 from strategies.lightning.run import Preparation, Run, TrainingStep, stages_of_chunks
 from strategies.lightning.search_settings import DEFAULT_MICROBATCHES
+from strategies.lightning.strategy_plugin import StrategyPlugin
 from strategies.lightning.whole_batch import WholeBatch
 from strategies.optim.restricted import check_optimizer_states
 from strategies.pipeline.driver import Pipeline
@@ -104,7 +104,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
     ranks are the workers, and they leave the script at the first ``fit``. The Trainer's ``devices`` times ``num_nodes``
     is the number of stages times the number of replicas.
 
-    The methods of the contract (:class:`~strategies.base.StrategyPlugin`):
+    The methods of the contract (:class:`~strategies.lightning.strategy_plugin.StrategyPlugin`):
 
     * ``setup_environment`` connects the replicas.
     * ``setup`` checks the model and the settings, runs ``configure_optimizers`` on the whole model and starts the

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from strategies import DataParallelStrategy, StrategyPlugin
-from strategies.dp import ReplicaResult, _Replicas, merged
+from strategies.data_parallel.dp import ReplicaResult, _Replicas, merged
 from trainer import Trainer
 from trainer.cli import main
 

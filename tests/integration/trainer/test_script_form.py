@@ -160,7 +160,6 @@ for module in {modules}:
         name
         for name in sys.modules
         if name.partition(".")[0] in ("lightning", "lightning_fabric", "pytorch_lightning", "trainer")
-        or name == "strategies.base"
         or (name.startswith("strategies.lightning.") and name != "strategies.lightning.registry")
     ]
     assert not heavy, (module, heavy)

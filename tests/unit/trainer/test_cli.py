@@ -74,7 +74,7 @@ MISTAKES: dict[str, tuple[Callable[..., list[str]], tuple[str, ...], str]] = {
     "key of the strategy": (
         replaced,
         ("comm_hook", "comm_hok"),
-        "config.yaml: strategies.ddp.DDPStrategy: unknown key 'comm_hok'; did you mean 'comm_hook'?",
+        "config.yaml: strategies.data_parallel.ddp.DDPStrategy: unknown key 'comm_hok'; did you mean 'comm_hook'?",
     ),
     "key of the pipeline": (
         option,
@@ -84,7 +84,8 @@ MISTAKES: dict[str, tuple[Callable[..., list[str]], tuple[str, ...], str]] = {
     "key of torch's DDP": (
         option,
         ("--trainer.strategy.init_args.find_unused_params=true",),
-        "strategies.ddp.DDPStrategy: unknown key 'find_unused_params'; did you mean 'find_unused_parameters'?",
+        "strategies.data_parallel.ddp.DDPStrategy: unknown key 'find_unused_params'; "
+        "did you mean 'find_unused_parameters'?",
     ),
     "class_path misspelt": (
         replaced,
@@ -109,9 +110,9 @@ MISTAKES: dict[str, tuple[Callable[..., list[str]], tuple[str, ...], str]] = {
     ),
     "no such submodule": (
         replaced,
-        ("strategies.DDPStrategy", "strategies.ddd.DDPStrategy"),
-        "config.yaml: trainer.strategy: cannot import 'strategies.ddd.DDPStrategy': strategies has no 'ddd'; "
-        "did you mean 'ddp'",
+        ("strategies.DDPStrategy", "strategies.data_paralel.DDPStrategy"),
+        "config.yaml: trainer.strategy: cannot import 'strategies.data_paralel.DDPStrategy': strategies has no "
+        "'data_paralel'; did you mean 'data_parallel'",
     ),
     "module that cannot import": (
         replaced,
@@ -170,7 +171,7 @@ MISTAKES: dict[str, tuple[Callable[..., list[str]], tuple[str, ...], str]] = {
     "option of the strategy": (
         option,
         ("--trainer.strategy.comm_hok=none",),
-        "strategies.ddp.DDPStrategy: unknown key 'comm_hok'; did you mean 'comm_hook'",
+        "strategies.data_parallel.ddp.DDPStrategy: unknown key 'comm_hok'; did you mean 'comm_hook'",
     ),
     "strategy's name": (
         option,

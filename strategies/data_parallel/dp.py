@@ -18,17 +18,17 @@ from torch.nn.parallel import DataParallel
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from strategies.base import StrategyPlugin
 from strategies.common.torch_compat import tree_flatten, tree_leaves, tree_unflatten
 from strategies.lightning.compat import MisconfigurationException, ParallelStrategy, pl, set_device
 from strategies.lightning.hooks import collect_logs
 from strategies.lightning.launch.environment import is_external
+from strategies.lightning.strategy_plugin import StrategyPlugin
 
 
 class DataParallelStrategy(StrategyPlugin, ParallelStrategy):
     """Runs each step of the model on all GPUs of this process; each GPU gets some rows of the batch.
 
-    The methods of the contract (:class:`~strategies.base.StrategyPlugin`):
+    The methods of the contract (:class:`~strategies.lightning.strategy_plugin.StrategyPlugin`):
 
     * ``setup_environment`` starts nothing.
     * ``setup`` moves the model to the first GPU, from which ``DataParallel`` copies it for each step.

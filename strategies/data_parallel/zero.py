@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, device, nn
 from torch.optim import Optimizer
 
-from strategies.base import StrategyPlugin
 from strategies.checkpoint.ranks import DividedStates, RankStates, own_tensors, save_over_ranks
 from strategies.checkpoint.rows import RowStates, read_rows
 from strategies.checkpoint.store import load_sharded, without_values
@@ -50,6 +49,7 @@ from strategies.lightning.hooks import (
     overridden_gradient_hooks,
     steps_may_run_in_backward,
 )
+from strategies.lightning.strategy_plugin import StrategyPlugin
 from strategies.optim.calls import MethodCall, follow_methods
 from strategies.optim.restricted import check_optimizer_states, parameters_of
 from strategies.optim.trial import check_by_element, check_divisible
@@ -72,7 +72,7 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
     The optimizer stays the user's object. It holds only the state of its rank, even after ``fit``. A model built in
     ``__init__`` is whole on every rank after ``fit``; a model built in ``configure_model`` stays divided under stage 3.
 
-    The methods of the contract (:class:`~strategies.base.StrategyPlugin`):
+    The methods of the contract (:class:`~strategies.lightning.strategy_plugin.StrategyPlugin`):
 
     * ``setup_environment`` joins the process group, and makes every rank end with rank 0.
     * ``setup`` copies the weights of rank 0 to every rank, divides the model under stage 3, and divides the optimizers

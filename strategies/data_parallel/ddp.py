@@ -9,10 +9,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from strategies.base import StrategyPlugin
 from strategies.common.names import did_you_mean
 from strategies.launch.session import check_timeout
 from strategies.lightning.compat import MisconfigurationException, backend_of, pl, register_ddp_comm_hook
+from strategies.lightning.strategy_plugin import StrategyPlugin
 
 # The communication hooks, and the backends on which each works. The entries for gloo were measured: with torch 2.13,
 # fp16 halves the traffic with a relative error of 5e-4 per gradient, and torch refuses bf16. The entries for NCCL come
@@ -33,7 +33,7 @@ _POWERSGD_START = 1000  # torch's own default
 class DDPStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
     """Keeps one copy of the model in each process and averages gradients during the backward pass.
 
-    The methods of the contract (:class:`~strategies.base.StrategyPlugin`):
+    The methods of the contract (:class:`~strategies.lightning.strategy_plugin.StrategyPlugin`):
 
     * ``setup_environment`` joins the process group, and makes every rank end with rank 0.
     * ``setup`` wraps the model into ``DistributedDataParallel`` and registers the communication hook.
