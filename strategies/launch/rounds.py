@@ -132,6 +132,15 @@ class Rounds:
         self.number += 1
         return max(set.intersection(*found), default=None)
 
+    def report(self, number: int) -> None:
+        """Report the number of the newest state to which this member can return."""
+        self._store.set(f"newest/{self.rank}", str(number))
+
+    def all_have(self, number: int) -> bool:
+        """Return whether all members have reported a state with this number or a larger one."""
+        names = [f"newest/{rank}" for rank in range(self._size)]
+        return self._store.check(names) and all(int(self._store.get(name)) >= number for name in names)
+
     def leave(self) -> None:
         """Leave the group, and take no part in further rounds."""
         self._store.set(f"left/{self.rank}", "")

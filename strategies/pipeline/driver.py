@@ -606,6 +606,11 @@ class Pipeline(NotCopyable):
         if self._recovery is not None:
             self._recovery.between_passes(self.optimizers.num_steps)
 
+    def before_evaluation(self) -> None:
+        """Prepare a long evaluation between two steps; with replicas, all of them call this at the same point."""
+        if self._recovery is not None and self._running is not None and not self._running.executor.unfinished:
+            self._recovery.before_evaluation(self.optimizers.num_steps)
+
     def verify(self) -> None:
         """Compute what has run since the last verified step a second time and compare, if that is due.
 

@@ -17,8 +17,12 @@ from repair_job import MAX_RESTARTS, Kills, Net, differences, fit
 from torch import Tensor
 
 from strategies import Recovery
+from strategies.pipeline.recovery import recovery
 
 REPLICAS, STAGES = 2, 2
+
+LIMIT_BYTES, MOST_GROWTH_BYTES = 10_000, 150_000
+"""A replica learns after up to 30 ms, and more on a busy machine, what snapshots the other one has."""
 
 
 class ReplicaNet(Net):
@@ -39,6 +43,23 @@ class ReplicaNet(Net):
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         error = (self.sequential_module(batch[0]) * self.scale - batch[1]).square().mean()
         self.log("val_loss", error, sync_dist=True)
+
+
+class Evaluating(ReplicaNet):
+    """Passes of an evaluation fill the log, in one replica faster than in the other."""
+
+    def on_validation_start(self) -> None:
+        self.sizes: list[int] = []
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        for _ in range(50 if self.trainer.global_rank else 100):
+            self.sequential_module(batch[0])
+            self.sizes.append(self.trainer.strategy.pipeline.recovery_bytes)
+        super().validation_step(batch, batch_idx)
+
+    def on_validation_end(self) -> None:
+        both = self.sizes[1:]  # the second slot is in use then
+        assert max(both) - min(both) < MOST_GROWTH_BYTES, (min(both), max(both))
 
 
 class Ending(ReplicaNet):
@@ -82,6 +103,10 @@ SAVING: tuple[Kills, Kills] = (
     {6: ["on_save_checkpoint-0"]},
 )
 """The first replica writes; the other one has passed on or waits."""
+EVALUATION: tuple[Kills, Kills] = (
+    {6: ["on_validation_batch_end-0"], 13: ["on_validation_batch_end-0"]},
+    {6: ["on_validation_end-0"], 13: ["on_validation_batch_end-0"]},
+)
 TEARDOWN: tuple[Kills, Kills] = ({13: ["at-end-0"]}, {5: ["backward-0"]})
 
 CASES: dict[str, Case] = {
@@ -94,6 +119,11 @@ CASES: dict[str, Case] = {
     "divided": (
         {"accumulate_grad_batches": 1, "options": {"shard_optimizer_states": True}},
         [(STEPS, 1), (BETWEEN, 3)],
+    ),
+    "evaluation": ({"net": Evaluating}, [(EVALUATION, 4)]),
+    "verified-evaluation": (
+        {"net": Evaluating, "options": {"recovery": Recovery(MAX_RESTARTS, verify_every_n_steps=1)}},
+        [(EVALUATION, 1)],
     ),
     "verified": (
         {
@@ -127,6 +157,8 @@ def main(folder: Path, name: str) -> None:
     if name in ENDS:
         fit({}, 1, net=ENDS[name], stages=STAGES, replicas=REPLICAS)
     options, cases = {**CASES, **LAUNCHED}[name]
+    if options.get("net") is Evaluating:
+        recovery.MOST_LOGGED_BYTES = LIMIT_BYTES
     settings = {"net": ReplicaNet, "stages": STAGES, "replicas": REPLICAS, **options}
     repaired = [fit(kills[rank], every_n_steps, **settings) for kills, every_n_steps in cases]
     settings["options"] = {name: each for name, each in settings.get("options", {}).items() if name != "recovery"}

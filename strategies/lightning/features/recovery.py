@@ -9,7 +9,7 @@ from strategies.lightning.arguments import check_whole_number
 from strategies.lightning.compat import MisconfigurationException, rank_zero_warn
 from strategies.lightning.features.feature import Feature, MemoryArguments, PipelineArguments
 from strategies.lightning.options import Options
-from strategies.lightning.run import Preparation
+from strategies.lightning.run import Preparation, Run
 from strategies.pipeline.recovery.repairs import Recovery
 from strategies.pipeline.state.snapshots import check_snapshots
 from strategies.pipeline.transport.slots import NUM_SLOTS
@@ -58,6 +58,10 @@ class LostWorkers(Feature):
             return {}
         together = _rounds(prepared) if prepared.ranks.is_distributed else None
         return {"recovery": self._settings, "together": together}
+
+    def on_batches_end(self, run: Run) -> None:
+        """Prepare the validation that follows."""
+        run.pipeline.before_evaluation()
 
     def memory(self, prepared: Preparation, optimizers: Sequence[Optimizer]) -> MemoryArguments:
         """Return the number of snapshots that the host holds."""

@@ -25,7 +25,7 @@ from strategies.commands.declaration import Call, declarations_of
 from strategies.commands.failure import Failure
 from strategies.commands.host import AfterFailure, follow, perform, progress
 from strategies.common.errors import PeerFailed, WorkerLost, is_consequence
-from strategies.pipeline.control.commands import StageCommands
+from strategies.pipeline.control.commands import StageCommands, meets_replicas
 from strategies.pipeline.transport.channel import Sender, unrecorded
 
 P = ParamSpec("P")
@@ -352,10 +352,14 @@ class Entry(Protocol):
     Attributes:
         size_bytes: The memory that the log needs for the operation.
         is_answered: Whether the driver has the result of the operation, or the operation has no result.
+        meets_replicas: Whether a stage may exchange values with the same stage of other replicas in the operation.
     """
 
     @property
     def size_bytes(self) -> int: ...
+
+    @property
+    def meets_replicas(self) -> bool: ...
 
     @property
     def is_answered(self) -> bool: ...
@@ -390,6 +394,7 @@ class _Order:
     def __init__(self, stage: "RemoteStage", calls: list[Call]) -> None:
         self._stage, self._message = stage, pickle.dumps(calls)
         self.size_bytes = len(self._message)
+        self.meets_replicas = any(map(meets_replicas, calls))
 
     def run(self) -> None:
         self._stage.transmit(self._message)
@@ -408,6 +413,7 @@ class _Question:
         self._stage, self._calls = stage, calls
         self._copy = pickle.dumps(calls) if is_logged else b""
         self.size_bytes = len(self._copy)
+        self.meets_replicas = any(map(meets_replicas, calls))
         self.result: Future[Any] = Future()
 
     @property
@@ -483,6 +489,7 @@ class Reply(Generic[R]):
     """
 
     size_bytes = 0
+    meets_replicas = False
     is_answered = True  # the commands that use the value are sent before the next pass, and so before a snapshot
 
     def __init__(

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from strategies.commands.declaration import command
+from strategies.commands.declaration import Call, command
 from strategies.optim.calls import MethodCall
 from strategies.pipeline.control.operations import Operation, WorkerTensor
-from strategies.pipeline.control.parts import Part, Piece
+from strategies.pipeline.control.parts import Part, PartKind, Piece
 from strategies.pipeline.schedule.operations import Row
 from strategies.pipeline.stage.layers import PassContext
 from strategies.pipeline.stage.passes import Pass
@@ -261,3 +261,17 @@ class StageCommands(Protocol):
     @command(changes_values=False, doing="handing over a trace")
     def stop_trace(self) -> bytes | None:
         """End the trace and return it in Chrome's format; ``None`` if nothing has been recorded."""
+
+
+_MEETINGS = frozenset(
+    each.__name__ for each in (StageCommands.average_grads, StageCommands.step, StageCommands.call_method)
+)
+
+
+def meets_replicas(call: Call) -> bool:
+    """Return whether a stage may exchange values with the same stage of other replicas in a command."""
+    name, arguments, _ = call
+    if name != StageCommands.capture.__name__:
+        return name in _MEETINGS
+    parts: Mapping[int, Part] = arguments[0]
+    return any(part.kind is PartKind.WHOLE_OPTIMIZER for part in parts.values())

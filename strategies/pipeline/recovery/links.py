@@ -102,6 +102,7 @@ class _Sent:
     keep: int | None
     size_bytes: int
     is_answered = True
+    meets_replicas = False
 
     def run_again(self) -> None:
         self.sender.inner.send(self.copy, self.number, self.microbatch, keep=self.keep)
@@ -152,6 +153,7 @@ class _Received:
     fingerprint: Fingerprint
     size_bytes = 0
     is_answered = True
+    meets_replicas = False
 
     def run_again(self) -> None:
         value = self.receiver.inner.receive(self.number, self.microbatch)

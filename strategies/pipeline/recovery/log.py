@@ -61,6 +61,8 @@ class Log:
         self._num_forgotten = 0
         self._marks: dict[int, int] = {}
         """For each snapshot, how many entries were made before it."""
+        self._last_meeting = -1
+        """The number of the last entry in which stages may have exchanged values with other replicas."""
 
     def perform(self, entry: Entry, run: Callable[[], object]) -> None:
         """Note an operation and run it. If workers are lost while it runs, it is repeated with new workers.
@@ -85,6 +87,8 @@ class Log:
 
     def note(self, entry: Entry) -> None:
         """Add an operation that has run or is about to run."""
+        if entry.meets_replicas:
+            self._last_meeting = self._num_forgotten + len(self._entries)
         self._entries.append(entry)
         self.size_bytes += entry.size_bytes
 
@@ -126,6 +130,10 @@ class Log:
             return False
         before = self._marks[number] - self._num_forgotten
         return all(entry.is_answered for _, entry in zip(range(before), self._entries, strict=False))
+
+    def has_met_since(self, number: int) -> bool:
+        """Return whether stages may have exchanged values with other replicas since a snapshot."""
+        return self._last_meeting >= self._marks[number]
 
     def run_again(self, number: int, differences: list[NotRepeated] | None = None) -> int:
         """Repeat all operations since a snapshot; return their number.

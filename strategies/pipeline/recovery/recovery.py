@@ -69,8 +69,6 @@ class Recoverer:
         self._num_steps = self._steps_at_snapshot = self._num_updates = 0
         self._verified_from: Snapshot | None = None
         """The snapshot from which the present step is computed a second time; ``None`` if it is not verified."""
-        self._round = 0
-        """How often the replicas had replaced their workers when the present step began."""
 
     def start(self) -> None:
         """Take the first snapshot, and replace lost workers from now on."""
@@ -101,29 +99,60 @@ class Recoverer:
         """Memory in bytes of the snapshots of all processes and of the log."""
         return sum(self._slot_bytes) + self._log.size_bytes
 
-    def between_passes(self, num_steps: int) -> None:
+    def between_passes(self, num_steps: int, *, is_due: bool = False) -> None:
         """Take a snapshot if it is due. No pass is under way, and none waits for its backward part.
 
         Args:
             num_steps: The number of optimizer steps so far.
+            is_due: Whether a snapshot is due after any optimizer step. Equal in all replicas.
         """
-        has_stepped = self._count(num_steps)
-        # Snapshots with the same number must be of the same step in all replicas. A replica may need its last but one
-        # snapshot, because another replica lacks the last snapshot until it has averaged the gradients of the next
-        # step.
-        is_large = self._log.size_bytes > MOST_LOGGED_BYTES and self._together is None
+        self._report()
+        has_stepped, steps = self._count(num_steps), num_steps - self._steps_at_snapshot
+        is_large = self._log.size_bytes > MOST_LOGGED_BYTES and self._may_take_extra()
         if self._verified_from is not None:
             if has_stepped or is_large:
-                self._verify(self._verified_from)
+                self._verify(self._verified_from, is_extra=not has_stepped)
             return
         repairs = self._settings.max_restarts > 0
-        is_due = num_steps - self._steps_at_snapshot >= self._settings.snapshot_every_n_steps
-        if self._is_next_verified or (repairs and (is_due or is_large)):
-            self._begin(self._take_snapshot())
+        due_after = 1 if is_due else self._settings.snapshot_every_n_steps
+        is_regular = self._is_next_verified or (repairs and steps >= due_after)
+        if is_regular or (repairs and is_large):
+            self._begin(self._take_snapshot(is_extra=not is_regular))
         elif not repairs:
             self._log.drop()
         elif self._together is None:
             self._forget()
+
+    def before_evaluation(self, num_steps: int) -> None:
+        """Take a snapshot if optimizers have stepped since the last one and there are several replicas.
+
+        While a replica evaluates, it may take more snapshots only if the replicas have met in no step since the last.
+
+        Args:
+            num_steps: The number of optimizer steps so far.
+        """
+        if self._together is not None and num_steps > self._steps_at_snapshot:
+            self.between_passes(num_steps, is_due=True)
+
+    def _may_take_extra(self) -> bool:
+        """Return whether this pipeline may take a snapshot that the other replicas do not take.
+
+        This loses the last but one snapshot, which is needed as long as another replica has not completed the last one.
+        The other replicas can start from the last one if they have exchanged no values since.
+        """
+        if self._together is None:
+            return True
+        last = self._snapshots.ordered[-1]
+        if not self._log.can_begin_at(last.number) or self._log.has_met_since(last.number):
+            return False
+        return self._together.all_have(last.period)
+
+    def _report(self) -> None:
+        """Let the other replicas know if the last snapshot has been completed."""
+        last = self._snapshots.ordered[-1]
+        together = self._together
+        if together is not None and last.period > together.reported and self._log.can_begin_at(last.number):
+            together.reported = last.period
 
     def verify(self, num_steps: int) -> None:
         """Compute the present step a second time and compare, if this step is to be verified.
@@ -151,23 +180,23 @@ class Recoverer:
         return every > 0 and (self._num_updates + 1) % every == 0
 
     def _begin(self, snapshot: Snapshot) -> None:
-        """Begin a step, just after a snapshot."""
+        """Begin a step, or go on with it, just after a snapshot."""
         self._verified_from = snapshot if self._is_next_verified else None
-        self._round = 0 if self._together is None else self._together.round
         if self._verified_from is not None:
             for remote in self._remotes:
                 remote.send(StageCommands.start_journal)
 
-    def _verify(self, begin: Snapshot) -> None:
+    def _verify(self, begin: Snapshot, *, is_extra: bool = False) -> None:
         self._verified_from = None
-        end = self._take_snapshot()
+        end = self._take_snapshot(is_extra=is_extra)
         self._complete()
         failures, found = self._log.failures, None
         try:
             with self._log.lock:
-                # Workers of the replicas average gradients in the second computation, too. If a worker has been lost
-                # since the step began, a replica may have given up the second computation, so all of them do.
-                if self._together is None or self._together.round == self._round:
+                # Workers of the replicas average gradients in the second computation, too. If workers have been
+                # replaced that had a snapshot of this step, one replica may have given up the second computation, so
+                # all replicas do.
+                if is_extra or self._together is None or self._together.agreed < begin.period:
                     found = self._computed_again(begin)
         except Exception as error:
             self._log.overcome(failures, error)
@@ -195,13 +224,13 @@ class Recoverer:
             comparisons.append(each.result())
         return comparisons, differences
 
-    def _take_snapshot(self) -> Snapshot:
+    def _take_snapshot(self, *, is_extra: bool = False) -> Snapshot:
         """Order a snapshot, which each worker writes when it reaches this order."""
         self._complete()
         self._steps_at_snapshot = self._num_steps
         with self._log.lock:  # otherwise a repair could start between the order and the mark
             self._forget()
-            ordered = self._snapshots.order(next(reversed(self._usable()), None))
+            ordered = self._snapshots.order(next(reversed(self._usable()), None), is_extra=is_extra)
             addresses = self._snapshots.addresses(ordered)
             self._answers = [
                 remote.ask(StageCommands.snapshot, ordered.number, address)
@@ -234,13 +263,14 @@ class Recoverer:
 
     def _replace(self, failures: Failures, lost: str) -> int:
         """Start new workers from the last usable snapshot, and repeat the log since then."""
-        usable = {each.number: each for each in self._usable()}
+        usable = {each.period: each for each in self._usable()}  # of each period, the last one
         if not usable:
             raise RuntimeError("the first snapshot was not complete")
-        number, num_rounds = max(usable), 0
+        period, num_rounds = max(usable), 0
         if self._together is not None:
-            number = self._together.agree(lost, list(usable), self._log.failures, failures)
+            period = self._together.agree(lost, list(usable), self._log.failures, failures)
             num_rounds = self._together.round
-        slots = [InSlot(address, number) for address in self._snapshots.addresses(usable[number])]
+        begin = usable[period]
+        slots = [InSlot(address, begin.number) for address in self._snapshots.addresses(begin)]
         self.transport.connect(self._restart(failures, slots, num_rounds))
-        return self._log.run_again(number)
+        return self._log.run_again(begin.number)

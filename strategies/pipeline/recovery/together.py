@@ -32,6 +32,10 @@ class Together:
 
     def __init__(self, rounds: Rounds, failures: Failures) -> None:
         self._rounds, self._failures, self._has_heard = rounds, failures, False
+        self.reported = -1
+        """The period of the newest snapshot from which this pipeline can start, for the other drivers to know."""
+        self.agreed = -1
+        """The period on which the drivers have agreed last."""
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._listen, name="relay-replicas", daemon=True)
 
@@ -44,28 +48,35 @@ class Together:
         """The number of times that the replicas have replaced their workers."""
         return self._rounds.number
 
-    def agree(self, lost: str, numbers: Sequence[int], before: Failures, failures: Failures) -> int:
+    def all_have(self, period: int) -> bool:
+        """Return whether each pipeline is known to be able to start from a snapshot of this period."""
+        with self._lock, suppress(dist.DistError):  # rank 0 has ended
+            return self._rounds.all_have(period)
+        return False
+
+    def agree(self, lost: str, periods: Sequence[int], before: Failures, failures: Failures) -> int:
         """Wait until all drivers are about to replace their workers.
 
         Args:
             lost: Which worker was lost, and how.
-            numbers: The numbers of the snapshots from which this pipeline can start.
+            periods: The periods of the snapshots from which this pipeline can start.
             before: The failures of the session that is over. The wait ends when one of these is raised to the user.
             failures: The failures of the session that begins.
 
         Returns:
-            The number of the last snapshot from which all replicas can start.
+            The last period of whose snapshots each replica has one.
 
         Raises:
             RuntimeError: If another driver has ended its run, or if the replicas have no snapshot in common.
         """
         with self._lock:
             self._rounds.announce(f"in replica {self._rounds.rank}: {lost}")
-            number = self._rounds.agree(numbers, lambda: before.raised or self._ended.is_set())
+            period = self._rounds.agree(periods, lambda: before.raised or self._ended.is_set())
             self._failures, self._has_heard = failures, False
-        if number is None:
-            raise RuntimeError("the replicas have no snapshot of one step")
-        return number
+        if period is None:
+            raise RuntimeError("the replicas have no snapshots of the same step")
+        self.agreed = period
+        return period
 
     def end_together(self, failures: Failures) -> None:
         """Wait until no driver needs its workers any more. Replace workers that are lost during the wait."""
@@ -85,9 +96,13 @@ class Together:
             self._rounds.leave()
 
     def _listen(self) -> None:
+        told = -1
         while not self._ended.wait(_LOOK_SECONDS):
             with self._lock:
                 try:
+                    if self.reported > told:
+                        told = self.reported
+                        self._rounds.report(told)
                     why = None if self._has_heard else self._rounds.announced()
                 except dist.DistError:  # rank 0 has ended, and this process is about to
                     return

@@ -40,10 +40,13 @@ class Snapshot:
     Attributes:
         number: The number of the snapshot.
         place: The slot of each worker that has the snapshot, 0 or 1.
+        period: With several replicas, the number of snapshots before it that all replicas have taken. Replicas that
+            start from snapshots of the same period continue together.
     """
 
     number: int
     place: int
+    period: int
 
 
 class Snapshots:
@@ -55,17 +58,19 @@ class Snapshots:
 
     def __init__(self, addresses: Sequence[Sequence[SlotAddress]]) -> None:
         self._addresses = addresses
-        self._number = 0
+        self._number, self._period = 0, -1
         self.ordered: list[Snapshot] = []
         """The snapshots that have been ordered and not written over, in order."""
 
-    def order(self, last: Snapshot | None) -> Snapshot:
+    def order(self, last: Snapshot | None, *, is_extra: bool = False) -> Snapshot:
         """Return the number of the next snapshot, and the place in which workers must write it.
 
         Args:
             last: The last snapshot that is complete, whose place is kept; ``None`` if there is none.
+            is_extra: Whether the other replicas do not take this snapshot.
         """
-        ordered = Snapshot(self._number, 0 if last is None else 1 - last.place)
+        self._period += not is_extra
+        ordered = Snapshot(self._number, 0 if last is None else 1 - last.place, self._period)
         self._number += 1
         self.ordered = [*(each for each in self.ordered if each.place != ordered.place), ordered]
         return ordered

@@ -28,6 +28,14 @@ def never() -> bool:
     return False
 
 
+def test_all_have_what_each_has_reported(pair: tuple[Rounds, Rounds]) -> None:
+    found = []
+    for rank, number in ((0, 2), (1, 1), (1, 3)):
+        pair[rank].report(number)
+        found.append([pair[0].all_have(asked) for asked in range(4)])
+    assert found == [[False] * 4, [True, True, False, False], [True, True, True, False]]
+
+
 def test_all_pass_a_gate(pair: tuple[Rounds, Rounds], start: Callable[..., "Future[Any]"]) -> None:
     for _ in range(3):
         first = start(pair[0].pass_gate, never)

@@ -16,7 +16,7 @@ class Operation:
 
     def __init__(self, ran: list[str], name: str, *, is_answered: bool = True, fails: bool = False) -> None:
         self.ran, self.name, self.size_bytes = ran, name, 10
-        self.is_answered, self.fails = is_answered, fails
+        self.is_answered, self.fails, self.meets_replicas = is_answered, fails, name == "meets"
 
     def run(self) -> None:
         if self.fails:
@@ -37,6 +37,18 @@ def test_what_happened_since_a_snapshot_runs_again() -> None:
     log.forget_before(2)
     assert log.size_bytes == 10 and [log.can_begin_at(number) for number in range(4)] == [False, False, True, False]
     assert log.run_again(2) == 1 and ran[5:] == ["c again"]
+
+
+def test_whether_replicas_have_met_since_a_snapshot() -> None:
+    log, ran = Log(Failures()), list[str]()
+    for number, name in enumerate(["a", "meets", "b", "c"]):
+        log.mark(number)
+        log.perform(operation := Operation(ran, name), operation.run)
+    assert [log.has_met_since(number) for number in range(4)] == [True, True, False, False]
+    log.forget_before(1)
+    log.mark(4)
+    log.perform(operation := Operation(ran, "meets"), operation.run)
+    assert [log.has_met_since(number) for number in range(1, 5)] == [True] * 4
 
 
 def test_a_snapshot_can_be_used_when_what_was_asked_before_it_is_answered() -> None:
