@@ -28,7 +28,7 @@ from strategies.lightning.compat import (
 )
 from strategies.pipeline.construction.recording import Construction
 from strategies.pipeline.executor.settings import Settings
-from strategies.pipeline.partition.balance import partition_costs
+from strategies.pipeline.partition.balance import partition_lists
 from strategies.pipeline.partition.chains import chains_of
 from strategies.pipeline.partition.model_costs import (
     BySize,
@@ -39,7 +39,7 @@ from strategies.pipeline.partition.model_costs import (
     costs_of_parameters,
 )
 from strategies.pipeline.partition.probe import is_called_first
-from strategies.pipeline.partition.sequential import Pipelined, check_balance, check_lists
+from strategies.pipeline.partition.sequential import Pipelined, check_balance, check_lists, even_balance
 from strategies.pipeline.stage.layers import num_recomputed
 from strategies.pipeline.stage.skip import skips_of, verify_skippables
 
@@ -429,7 +429,7 @@ def find_balance(
     if num_chunks == 1:
         return [len(module)]
     if given == "even" or num_stages == 1:
-        return [size for length in lengths for size in partition_costs([1] * length, chunks_of_list)]
+        return even_balance(lengths, chunks_of_list)
     if model.example_input_array is None and example_of(model, module) is None and not _are_alike(module):
         each = f"{num_stages} devices" if num_chunks == num_stages else f"{num_chunks} chunks"
         raise MisconfigurationException(
@@ -445,25 +445,6 @@ def find_balance(
     balance = partition_lists(layers, lengths, chunks_of_list, driver=costs.driver if is_counted else 0.0)
     rank_zero_info(f"RPCSequentialStrategy: {_explained(balance, costs, module, path, is_counted=is_counted)}")
     return balance
-
-
-def partition_lists(costs: Sequence[float], lengths: Sequence[int], num_chunks: int, *, driver: float) -> list[int]:
-    """Return the number of layers of each chunk of all lists, one list after another.
-
-    Each list has its share of the driver's cost, in proportion to its layers, so that all stages cost the same over
-    all lists.
-
-    Args:
-        costs: The cost of each layer.
-        lengths: The number of layers of each list.
-        num_chunks: The number of chunks of each list.
-        driver: The cost of what the driver runs outside the layers.
-    """
-    ahead, whole = iter(costs), sum(costs)
-    lists = [[next(ahead) for _ in range(length)] for length in lengths]
-    shares = [sum(own) / whole if whole > 0 else 1 / len(lists) for own in lists]
-    parts = [partition_costs(own, num_chunks, last=driver * share) for own, share in zip(lists, shares, strict=True)]
-    return [size for part in parts for size in part]
 
 
 def _costs(

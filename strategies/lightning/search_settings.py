@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from strategies.pipeline.executor.settings import Settings
-from strategies.pipeline.partition.balance import partition_costs
+from strategies.pipeline.partition.sequential import even_balance
 from strategies.pipeline.schedule.planned import AUTO, PlannedSchedule
 
 DEFAULT_MICROBATCHES = 8
@@ -66,20 +66,30 @@ def with_schedule(settings: Settings, planned: PlannedSchedule) -> Settings:
 def fits(
     planned: PlannedSchedule,
     num_stages: int,
-    num_layers: int,
+    lengths: Sequence[int],
     given: Sequence[int] | Literal["even"] | None,
     settings: Settings,
     choices: SearchSettings,
     gradient_sets: int = 1,
 ) -> bool:
-    """Return whether a schedule from an earlier search can be used again, because it obeys the settings of this run."""
+    """Return whether a schedule from an earlier search can be used again, because it obeys the settings of this run.
+
+    Args:
+        planned: The schedule.
+        num_stages: Number of stages.
+        lengths: The number of layers of each list.
+        given: The balance that the user gave.
+        settings: Settings of the pipeline.
+        choices: What the search may choose.
+        gradient_sets: Number of gradients of a parameter that exist at the same time.
+    """
     chunks, limit = planned.chunks, choices.memory_limit_bytes
-    if len(planned.table) != num_stages or sum(planned.balance) != num_layers:
+    if len(planned.table) != num_stages or planned.lengths != list(lengths):
         return False
-    if len(planned.balance) != num_stages * chunks or chunks > (settings.chunks or MAX_CHUNKS):
+    if len(planned.balance) != num_stages * chunks * len(lengths) or chunks > (settings.chunks or MAX_CHUNKS):
         return False
     if given is not None:
-        numbers = partition_costs([1] * num_layers, num_stages * chunks) if given == "even" else list(given)
+        numbers = even_balance(lengths, num_stages * chunks) if given == "even" else list(given)
         if planned.balance != numbers:
             return False
     if limit is not None and (planned.peak_bytes > limit or planned.gradient_sets < gradient_sets):

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,12 +65,16 @@ class Layer(NamedTuple):
 
 
 class DriverPart(NamedTuple):
-    """The driver's part: its cost, the bytes it always holds, the memory of a micro-batch, and the cost of a step."""
+    """The driver's part: its cost, the bytes it always holds, the memory of a micro-batch, and the cost of a step.
+
+    Also, for each list of layers but the last, the bytes that the code between it and the next list keeps.
+    """
 
     costs: DriverCosts
     parameter_bytes: float
     peak_bytes: int = 0
     step_seconds: float = 0.0
+    between_bytes: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -120,14 +125,15 @@ class ByAction(_ByLayer):
         runs.clock = lambda: now(devices)
         for _ in range(WARM_UP_PASSES):
             _driver_pass(runs, example.value)
-        passes: list[tuple[float, float, float]] = []
+        passes: list[list[float]] = []
         for _ in _repeated(self.budget_seconds):
             passes.append(_driver_pass(runs, example.value))
-        before, after, before_backward = (statistics.median(column) for column in zip(*passes, strict=True))
+        before, after, before_backward, *rest = (statistics.median(column) for column in zip(*passes, strict=True))
+        between = [*zip(rest[::2], rest[1::2], strict=True)]
         kept, _ = activation_bytes(runs, example.value, runs.recorded)  # includes the small part kept before the call
-        costs = DriverCosts(before, after, before_backward, after_bytes=float(kept))
-        peak = _driver_peak(runs, example.value)
-        return DriverPart(costs, parameter_bytes(held, self.param_scale), peak, self._step(held))
+        costs = DriverCosts(before, after, before_backward, between, after_bytes=float(kept))
+        peak, held_between = _driver_bytes(runs, example.value)
+        return DriverPart(costs, parameter_bytes(held, self.param_scale), peak, self._step(held), held_between)
 
     def unmeasured(self, parameters: Iterable[Tensor]) -> DriverPart:
         """Return the cost of a driver's part that does not run on the example."""
@@ -176,8 +182,9 @@ class WithoutTimes(_ByLayer):
         """Return the cost of the driver's part."""
         kept, _ = activation_bytes(runs, example.value, runs.recorded)
         _driver_pass(runs, example.value)  # creates gradients
-        peak = _driver_peak(runs, example.value)
-        return DriverPart(DriverCosts(after_bytes=float(kept)), parameter_bytes(parameters, self.param_scale), peak)
+        peak, between = _driver_bytes(runs, example.value)
+        costs = DriverCosts(after_bytes=float(kept))
+        return DriverPart(costs, parameter_bytes(parameters, self.param_scale), peak, between_bytes=between)
 
     def _measured(self, layer: nn.Module, value: Any) -> tuple[Layer, Any]:
         *_, kept = _split_pass(layer, value)  # creates gradients
@@ -280,31 +287,41 @@ def _split_pass(layer: nn.Module, value: Any) -> tuple[float, float, float]:
     return input_grad, now(devices) - start, kept
 
 
-def _driver_pass(runs: Runs, value: Any) -> tuple[float, float, float]:
+def _driver_pass(runs: Runs, value: Any) -> list[float]:
     """Return the seconds before the first and after the last call of the pipelined part, and of the former's backward.
 
-    Does not include the time between calls of blocks, which belongs to the stages.
+    If there are several lists of layers, also the seconds between each list and the next, and of this backward pass.
+    Does not include the time between calls of blocks of one list, which belongs to the stages.
     """
     value = as_output(value)
     start = runs.clock()
     roots = _roots(runs(value))
     returned = runs.clock()
-    before, after = runs.called[0] - start, returned - runs.called[-1]
+    before, after = runs.called[0].begin - start, returned - runs.called[-1].end
+    last = 0.0
     if roots:
         gradients = [torch.ones_like(root) for root in roots]
         begin = runs.clock()
         torch.autograd.backward(roots, gradients)
         end = runs.clock()
-        if runs.differentiated:
-            return before, after + runs.differentiated[0] - begin, end - runs.differentiated[-1]
-    return before, after, 0.0
+        if back := runs.differentiated:
+            after, last = after + back[0].begin - begin, end - back[-1].end
+    return [before, after, last, *chain(*runs.between())]
 
 
-def _driver_peak(runs: Runs, value: Any) -> int:
-    """Return the peak memory of a pass of the driver's part, without the recorded outputs of the stages."""
+def _driver_bytes(runs: Runs, value: Any) -> tuple[int, list[int]]:
+    """Return the memory of a pass of the driver's part, without the recorded outputs of the stages.
+
+    Returns:
+        The peak, without what the code between lists of layers keeps; and the latter, for each list but the last.
+    """
+    clock = runs.clock
     with LiveBytes() as live:
+        runs.clock = lambda: live.bytes
         _driver_pass(runs, value)
-    return max(0, live.peak - sum(storage_bytes(runs.recorded()).values()))
+    runs.clock = clock
+    between = [max(0, round(size)) for size, _ in runs.between()]
+    return max(0, live.peak - sum(storage_bytes(runs.recorded()).values()) - sum(between)), between
 
 
 def _roots(output: Any) -> Sequence[Tensor]:

@@ -7,16 +7,16 @@ from typing import Any, Literal
 
 import torch
 
+from strategies.common.joined_lists import lengths_of
 from strategies.common.trees import tensors_in
 from strategies.lightning.arguments import as_misconfiguration
 from strategies.lightning.compat import LightningModule, MisconfigurationException, Precision, rank_zero_info
 from strategies.lightning.partitioning import FoundExample, find_example, measuring
 from strategies.lightning.search_settings import MAX_CHUNKS, MAX_MICROBATCHES, SearchSettings
 from strategies.pipeline.executor.settings import Settings
-from strategies.pipeline.partition.balance import partition_costs
 from strategies.pipeline.partition.model_costs import Costs, Example, costs_of
 from strategies.pipeline.partition.profiling import first_microbatch
-from strategies.pipeline.partition.sequential import Pipelined, check_balance
+from strategies.pipeline.partition.sequential import Pipelined, check_balance, check_lists, even_balance
 from strategies.pipeline.schedule.planned import PlannedSchedule
 from strategies.pipeline.stage.layers import num_recomputed
 from strategies.planning.action_costs import ByAction, DriverPart, Layer, WithoutTimes, model_costs
@@ -83,8 +83,9 @@ def find_schedule(
             "Set it to a batch of inputs with as many rows as the batches of training, or give the number."
         )
     numbers = _numbers(found.rows, choices)
-    num_chunks = [num_stages * chunks for chunks in range(1, (settings.chunks or MAX_CHUNKS) + 1)]
-    balances = {number: _balance(given, len(module), number, num_stages, num_chunks) for number in num_chunks}
+    lengths = lengths_of(module)
+    num_chunks = [num_stages * len(lengths) * chunks for chunks in range(1, (settings.chunks or MAX_CHUNKS) + 1)]
+    balances = {number: _balance(given, lengths, number, num_stages, num_chunks) for number in num_chunks}
     with as_misconfiguration(), measuring(model, num_processes or num_stages, precision):
         try:
             measured = measure_actions(
@@ -115,10 +116,11 @@ def find_schedule(
                 microbatches=number,
                 recomputed=num_recomputed(settings.checkpoint, number),
                 input_bytes=input_bytes(found, number),
+                lengths=lengths,
             )
             peaks = partial(activation_peaks, measured=passes, at_once=False)
             of_model = model_costs(costs, in_reverse=in_reverse)
-            return replace(of_model, activation_peaks=peaks, memory_scale=1 + ALLOCATOR_SHARE)
+            return replace(of_model, activation_peaks=peaks, memory_scale=1 + ALLOCATOR_SHARE, lengths=lengths)
 
         not_measured = measured[numbers[-1]].not_measured
         plan = search(
@@ -197,14 +199,20 @@ def _numbers(rows: int, choices: SearchSettings) -> list[int]:
 
 
 def _balance(
-    given: Sequence[int] | Literal["even"] | None, num_layers: int, number: int, num_stages: int, numbers: list[int]
+    given: Sequence[int] | Literal["even"] | None,
+    lengths: Sequence[int],
+    number: int,
+    num_stages: int,
+    numbers: list[int],
 ) -> list[int] | None:
-    """Return the given balance if it has this number of chunks; otherwise ``None``."""
-    if given is None or number > num_layers:
+    """Return the given balance if it has this number of chunks in all lists; otherwise ``None``."""
+    if given is None or number // len(lengths) > min(lengths):
         return None
     if given == "even":
-        return partition_costs([1] * num_layers, number)
+        return even_balance(lengths, number // len(lengths))
     if len(given) != number and len(given) in numbers:
         return None
     with as_misconfiguration():
-        return check_balance(given, num_layers, num_stages, chunks=number // num_stages)
+        balance = check_balance(given, sum(lengths), num_stages, chunks=number // num_stages)
+        check_lists(balance, lengths)
+        return balance

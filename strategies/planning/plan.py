@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from strategies.common.joined_lists import JoinedLists
+from strategies.common.joined_lists import lengths_of
 from strategies.common.names import did_you_mean
 from strategies.common.patching import unchanged
 from strategies.launch.allocator import all_freed_memory_kept
@@ -59,11 +59,16 @@ from strategies.lightning.partitioning import (
 from strategies.optim.costs import StepCost, StepCosts
 from strategies.optim.trial import check_divisible
 from strategies.pipeline.executor.settings import Settings
-from strategies.pipeline.partition.balance import partition_costs
 from strategies.pipeline.partition.memory import Need, Sizes, needs_of
 from strategies.pipeline.partition.model_costs import Costs
 from strategies.pipeline.partition.profiling import now
-from strategies.pipeline.partition.sequential import Pipelined, check_balance, cut
+from strategies.pipeline.partition.sequential import (
+    Pipelined,
+    check_balance,
+    check_lists,
+    cut,
+    even_balance,
+)
 from strategies.pipeline.recovery.recovery import MOST_LOGGED_BYTES
 from strategies.pipeline.schedule.planned import AUTO
 from strategies.pipeline.schedule.program import ranks_of
@@ -194,7 +199,7 @@ class PlanTable:
     Attributes:
         rows: One row for each way, in the order of stages, micro-batches and schedules.
         best: The best row.
-        path: Dotted path of the pipelined module.
+        path: Dotted path of the pipelined module, or those of several lists.
         layers: The number of its layers, and their classes.
         measured_on: A description of what was measured.
         notes: What a reader must know about the figures.
@@ -203,7 +208,7 @@ class PlanTable:
 
     rows: list[PlanRow]
     best: PlanRow
-    path: str
+    path: str | list[str]
     layers: str
     measured_on: str
     options: PipelineOptions
@@ -296,6 +301,11 @@ def _set_up(model: LightningModule, data: Any) -> Iterator[None]:
         set_rng_states(states)
 
 
+def _lists_in(model: nn.Module, where: Sequence[Sequence[str]]) -> list[str]:
+    """Return the paths of lists as ``module=...`` takes them, without single layers between two of them."""
+    return [path for paths in where for path in paths if isinstance(model.get_submodule(path), Pipelined)]
+
+
 class _TrainingStepModule(nn.Module):
     """Runs ``training_step`` of a model on a batch.
 
@@ -360,14 +370,10 @@ class _Plan:
         self._trainer, self._model, self._data = trainer, model, data
         self._options, self._choices = options, choices
         self._precision = trainer.precision_plugin
-        where = find_path(model, options.path, min(choices.stages))
-        self._path = where if isinstance(where, str) else described(where)
+        where = find_path(model, options.path, min(choices.stages), several=True)
         self._module: Pipelined = find_module(model, where, needs_values=False)
-        if isinstance(self._module, JoinedLists):
-            raise MisconfigurationException(
-                f"Trainer.plan predicts the time of one nn.Sequential or nn.ModuleList, but {self._path} are pipelined "
-                "together. Name one of them by module=..."
-            )
+        self._described, self._lengths = described(where), lengths_of(self._module)
+        self._path = where if isinstance(where, str) else _lists_in(model, where)
         inside = set(self._module.modules())
         self._outside = [module for module in model.modules() if module not in inside]
         self._on_meta = is_on_meta(model)
@@ -442,11 +448,14 @@ class _Plan:
         Raises:
             MisconfigurationException: If the model has too few layers, or does not allow a schedule.
         """
-        num, numbers = len(self._module), sorted(set(self._choices.stages))
+        num, numbers = min(self._lengths), sorted(set(self._choices.stages))
+        layers = " and ".join(map(str, self._lengths))
+        what = f"{self._described} {'have' if len(self._lengths) > 1 else 'has'} {layers} layers"
         if numbers[-1] > num:
             raise MisconfigurationException(
-                f"stages={numbers[-1]}, but {self._path!r} has {num} layers, and each stage needs one. Ask for at most "
-                f"{num} stages, or divide the layers further."
+                f"stages={numbers[-1]}, but {what}, and each stage needs one"
+                f"{' of each list' if len(self._lengths) > 1 else ''}. Ask for at most {num} stages, or divide the "
+                "layers further."
             )
         ways, schedules = [], self._schedules()
         for stages in numbers:
@@ -458,12 +467,12 @@ class _Plan:
                 else:
                     self._notes.append(
                         f"{schedule} with {stages} stages is left out: its {stages * chunks} chunks need a layer each, "
-                        f"but there are {num}."
+                        f"but there are {layers}."
                     )
         if not ways:
             raise MisconfigurationException(
-                f"{self._path!r} has {num} layers, too few for {', '.join(schedules)} with {numbers[0]} stages, each "
-                "of which has several chunks of layers. Ask for '1f1b' or 'gpipe', or divide the layers further."
+                f"{what}, too few for {', '.join(schedules)} with {numbers[0]} stages, each of "
+                "which has several chunks of layers. Ask for '1f1b' or 'gpipe', or divide the layers further."
             )
         return ways
 
@@ -476,10 +485,18 @@ class _Plan:
         elif given is None and options.loss_weight == "tokens":
             self._notes.append("gpipe is left out, because it does not weight micro-batches (loss_weight='tokens')")
             schedules.remove("gpipe")
+        lists = len(self._lengths)
+        if given is None and lists > 1:
+            left_out = [schedule for schedule in schedules if SCHEDULES[schedule].lists is None]
+            schedules = [schedule for schedule in schedules if schedule not in left_out]
+            if left_out:
+                self._notes.append(f"{' and '.join(left_out)} are left out, because they are for one list of layers")
         for schedule in schedules:
             check_automatic_optimization(self._model, schedule)
             settings = replace(options.settings, schedule=schedule, chunks=None, pipelined_backward=True)
             check_loss_weight(options.loss_weight, settings)
+            with as_misconfiguration():
+                settings.check_lists(lists)
         if not options.settings.pipelined_backward:
             self._notes.append("all rows assume pipelined_backward=True")
         return schedules
@@ -491,15 +508,17 @@ class _Plan:
 
     def _balance(self, stages: int, chunks: int) -> list[int] | None:
         """Return the given balance if it has this number of chunks."""
-        given, num = self._options.balance, len(self._module)
+        given, lists = self._options.balance, len(self._lengths)
         if given is None:
             return None
         if given == "even":
-            return partition_costs([1] * num, stages * chunks)
-        if len(given) != stages * chunks:
+            return even_balance(self._lengths, stages * chunks)
+        if len(given) != stages * chunks * lists:
             return None
         with as_misconfiguration():
-            return check_balance(given, num, stages, chunks=chunks)
+            balance = check_balance(given, len(self._module), stages, chunks=chunks * lists)
+            check_lists(balance, self._lengths)
+            return balance
 
     def _numbers(self, rows: int, least_rows: int) -> list[int]:
         """Return the numbers of micro-batches to compare.
@@ -623,7 +642,8 @@ class _Plan:
         optimizers = [own for own in map(unwrapped, strategy.optimizers) if not is_stand_in(own)]
         if not optimizers:
             self._notes.append("configure_optimizers returns no optimizer, so none is counted")
-        *workers, _ = cut(self._module, partition_costs([1] * len(self._module), stages))
+        balance = even_balance(self._lengths, stages)
+        *workers, _ = cut(self._module, balance, [*range(stages)] * len(self._lengths))
         rest = dict.fromkeys(self._model.parameters())
         parts = []
         for stage in workers:
@@ -688,6 +708,7 @@ class _Plan:
                 has_times=not self._on_meta,
                 start_bytes=whole.parameters if self._is_whole else 0,
                 end_bytes=whole.parameters + whole.states if gathers or (gathers is None and self._is_whole) else 0,
+                lengths=self._lengths,
             )
             for number, cost in costs.items()
         }

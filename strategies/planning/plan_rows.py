@@ -14,20 +14,20 @@ Index letters: ``m`` micro-batch, ``i`` stage of a table (a chunk of layers), ``
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, pairwise
 
 from strategies.optim.costs import StepCost
-from strategies.pipeline.partition.balance import partition_costs
+from strategies.pipeline.partition.balance import partition_lists
 from strategies.pipeline.partition.memory import Need
 from strategies.pipeline.partition.profiling import PassBytes
 from strategies.pipeline.schedule.program import ranks_of
 from strategies.pipeline.schedule.tables import SCHEDULES, ActionTable, Placement
 from strategies.planning.action_costs import ACTION_SECONDS, DriverPart, Layer
-from strategies.planning.search import ModelCosts, balanced
-from strategies.planning.simulator import DriverCosts, Simulation, on_cores, with_driver_between
+from strategies.planning.search import ModelCosts, balanced, neighbours_of
+from strategies.planning.simulator import Simulation, on_cores, with_driver_between
 
 EFFORT = 500_000
 """The number of simulated actions that are spent on the balance of a row."""
@@ -49,6 +49,7 @@ class MeasuredPasses:
         microbatches: The number of micro-batches.
         recomputed: The number of micro-batches that are recomputed in the backward pass.
         input_bytes: The bytes of the input of a micro-batch.
+        lengths: If the model has several lists of layers, the number of layers of each list.
     """
 
     layers: Sequence[Layer]
@@ -56,6 +57,12 @@ class MeasuredPasses:
     microbatches: int
     recomputed: int
     input_bytes: int
+    lengths: Sequence[int] = field(default=(), kw_only=True)
+
+    @property
+    def num_lists(self) -> int:
+        """The number of lists of layers."""
+        return len(self.lengths) or 1
 
 
 @dataclass(frozen=True)
@@ -110,6 +117,8 @@ class Measured(MeasuredPasses):
             driver_parameter_bytes=held(self.outside),
             activation_peaks=partial(activation_peaks, measured=self, at_once=at_once),
             memory_scale=1 + ALLOCATOR_SHARE,
+            lengths=self.lengths,
+            at_once=at_once,
         )
         return found if at_once else replace(found, driver=self.driver.costs)
 
@@ -170,7 +179,7 @@ class PlanRow:
         stages: The number of processes.
         microbatches: The number of micro-batches.
         schedule: The name of the schedule.
-        chunks_per_stage: The number of chunks of layers of each process.
+        chunks_per_stage: The number of chunks of layers of each process, in each list of layers.
         balance: The number of layers of each chunk.
         processes: The memory and work of each process, with the driver last.
         rows: The number of rows of a batch.
@@ -231,7 +240,7 @@ def plan_row(
         measured: The measurements of the model.
         stages: The number of processes.
         schedule: The name of the schedule.
-        chunks: The number of chunks of layers of each process.
+        chunks: The number of chunks of layers of each process, in each list of layers.
         balance: The number of layers of each chunk. By default, with measured times, the fastest balance within the
             limit; without times, the balance with the smallest peak.
         memory_limit_bytes: Maximum memory of a process.
@@ -241,8 +250,8 @@ def plan_row(
     named = SCHEDULES[schedule]
     way = _Way(
         measured,
-        named.table(stages, measured.microbatches, chunks),
-        named.placement(stages, chunks),
+        named.of(stages, measured.microbatches, chunks, measured.num_lists),
+        named.placement(stages, chunks).repeated(measured.num_lists),
         at_once=schedule == "gpipe",
         memory_limit_bytes=memory_limit_bytes,
     )
@@ -294,7 +303,7 @@ class _Way:
         """Return the given balance, or otherwise the best one, and the simulated batch."""
         measured = self.measured
         if not measured.has_times:
-            return list(balance) if balance is not None else _balance_by_size(measured, self.placement.num_stages), None
+            return list(balance) if balance is not None else _balance_by_size(measured, self.placement), None
         found, simulation = balanced(
             measured.costs(at_once=self.at_once),
             self.table,
@@ -305,9 +314,7 @@ class _Way:
         )
         if not self.at_once:
             return found, simulation
-        driver, num = measured.driver.costs, measured.microbatches
-        of_batch = DriverCosts(num * driver.before, num * driver.after, num * driver.before_backward)
-        return found, with_driver_between(simulation, of_batch)
+        return found, with_driver_between(simulation, measured.driver.costs.of_batch(measured.microbatches))
 
     def processes(self, balance: Sequence[int]) -> list[Process]:
         """Return the memory and the work of each process."""
@@ -316,13 +323,14 @@ class _Way:
 
     def smaller(self, balance: Sequence[int]) -> list[int]:
         """Return a balance with a small peak, found by moving single layers between chunks."""
-        starts = [list(balance), _balance_by_size(self.measured, self.placement.num_stages)]
+        starts = [list(balance), _balance_by_size(self.measured, self.placement)]
         return min(map(self._descended, starts), key=lambda each: _peak(self.processes(each)))
 
     def _descended(self, balance: list[int]) -> list[int]:
         peak, found = _peak(self.processes(balance)), balance
         while True:
-            peaks = [(_peak(self.processes(each)), each) for each in _neighbours(found)]
+            neighbours = neighbours_of(found, self.measured.num_lists)
+            peaks = [(_peak(self.processes(each)), each) for each in neighbours]
             least, best = min(peaks, default=(peak, found))
             if least >= peak:
                 return found
@@ -334,28 +342,19 @@ def _peak(processes: Sequence[Process]) -> int:
     return max(process.training_bytes for process in processes)
 
 
-def _neighbours(balance: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the balances in which one layer has moved from one chunk to another."""
-    for i, number in enumerate(balance):
-        for j in range(len(balance)):
-            if j != i and number > 1:
-                moved = list(balance)
-                moved[i], moved[j] = moved[i] - 1, moved[j] + 1
-                yield moved
-
-
 def best_row(rows: Sequence[PlanRow]) -> PlanRow:
     """Return the fastest row, per row of a batch, that fits; if none fits, the row with the smallest peak."""
     best = min(rows, key=lambda row: row.rank)
     return best if best.fits else min(rows, key=lambda row: row.peak_bytes)
 
 
-def _balance_by_size(measured: Measured, num_chunks: int) -> list[int]:
+def _balance_by_size(measured: Measured, placement: Placement) -> list[int]:
     costs = [
         need.total + layer.held.inner + layer.held.output_size
         for need, layer in zip(measured.needs, measured.layers, strict=True)
     ]
-    return partition_costs(costs, num_chunks, last=measured.outside.total + measured.driver.peak_bytes)
+    lengths, chunks = measured.lengths or [len(costs)], placement.num_stages // placement.num_lists
+    return partition_lists(costs, lengths, chunks, driver=measured.outside.total + measured.driver.peak_bytes)
 
 
 def rank_of_row(placement: Placement) -> list[int]:
@@ -422,21 +421,32 @@ def activation_peaks(
     """
     stages = _stage_bytes(placement, balance, measured)
     num, last = measured.microbatches, placement.num_stages - 1
-    whole_output = num * stages[last].output
+    lasts = [first + last - placement.firsts[-1] for first in placement.firsts]
+    between = [*(measured.driver.between_bytes or [0] * (placement.num_lists - 1)), 0]
+    """For each list, the bytes that the code between it and the next list keeps for a micro-batch."""
     peaks = []
     for r, row in enumerate(table):
         is_driver = r == placement.driver
         held = float(num * measured.input_bytes if is_driver else 0)
-        peak, has_gradients = held, False
+        peak, whole_gradient, before = held, 0, 0
         for kind, m, i in row:
-            stage, again = stages[i], m < measured.recomputed
-            if is_driver and at_once and kind != "F" and not has_gradients:
-                peak = max(peak, held + whole_output + num * measured.driver.peak_bytes)
-                held, has_gradients = held + whole_output, True  # the gradient of the whole output
+            stage, again, number = stages[i], m < measured.recomputed, placement.list_of(i)
+            if is_driver and at_once and kind == "F" and number != before:
+                held += num * between[before]
+            if is_driver and at_once and kind != "F" and (number != before or not whole_gradient):
+                output = num * stages[lasts[number]].output
+                if number == before:
+                    peak = max(peak, held + output + num * measured.driver.peak_bytes)
+                held += output - whole_gradient - num * between[number]  # the gradient of the whole output
+                whole_gradient = output
+            if is_driver and not at_once and kind in "BI" and i in lasts:
+                held -= between[number]
+            before = number
             if kind == "F":
                 peak = max(peak, held + stage.forward)
                 held += stage.entry if again else stage.held
-                if is_driver and i == last and not at_once:
+                if is_driver and i in lasts and not at_once:
+                    held += between[number]
                     peak = max(peak, held + stage.output + measured.driver.peak_bytes)
             elif kind in "BI":
                 now = held + (stage.held if again else 0)

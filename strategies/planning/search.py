@@ -19,7 +19,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import accumulate, chain, combinations, pairwise, product
 from typing import TypeAlias
@@ -28,16 +28,11 @@ from strategies.pipeline.schedule.planned import PlannedSchedule
 from strategies.pipeline.schedule.program import check_order
 from strategies.pipeline.schedule.tables import (
     KINDS,
+    SCHEDULES,
     Action,
     ActionTable,
     Placement,
-    interleaved,
-    loop,
-    one_f_one_b,
     v,
-    v_half,
-    zb_h1,
-    zbv,
 )
 from strategies.planning.simulator import ActionCosts, DriverCosts, PreparedTable, Simulation, simulate
 
@@ -119,6 +114,9 @@ class ModelCosts:
             the number of layers of each stage. By default it is computed from the bytes of each layer.
         memory_scale: The memory of a process for each counted byte.
         slowness: For each process, the factor on its times of layers, at least 1; by default 1.
+        lengths: If the model has several lists of layers, the number of layers of each list; by default it has one.
+        at_once: Whether the driver's code runs for the whole batch at once, between the passes of the stages. Its time
+            is then not in ``driver``.
     """
 
     layers: Sequence[LayerCosts]
@@ -130,11 +128,20 @@ class ModelCosts:
     activation_peaks: Callable[[ActionTable, Placement, Sequence[int]], Sequence[float]] | None = None
     memory_scale: float = 1.0
     slowness: Sequence[float] = ()
+    lengths: Sequence[int] = ()
+    at_once: bool = False
+
+    @property
+    def num_lists(self) -> int:
+        """The number of lists of layers."""
+        return len(self.lengths) or 1
 
     def seconds(self, table: ActionTable, balance: Sequence[int]) -> float:
         """Return the predicted time of a table whose stages have these numbers of layers, without optimizer step."""
         model = _Model(self, 1 + max(action.microbatch for row in table for action in row), None)
-        return simulate(table, model.of_stages(balance, Placement.of(table))).total_time
+        placement = replace(Placement.of(table), num_lists=self.num_lists)
+        costs = model.of_stages(balance, placement)
+        return simulate(table, costs, placement=placement, at_once=self.at_once).total_time
 
     def slowness_of(self, process: int) -> float:
         """The factor on the times of layers on a process."""
@@ -177,14 +184,14 @@ class SearchResult:
         Args:
             gradient_sets: Number of gradients of a parameter that are assumed to exist at the same time.
         """
-        processes, name = len(self.table), self.schedule
-        chunks = self.placement.num_stages // processes
+        processes, name, num_lists = len(self.table), self.schedule, self.placement.num_lists
+        chunks = self.placement.num_stages // processes // num_lists
         if name == SEARCHED:
             splits = any(action.kind == "W" for row in self.table for action in row)
             other = "zb-h1" if splits else "1f1b" if chunks == 1 else "interleaved"
             name = "zbv" if chunks == 2 and self.placement == v(processes) else other
         balance, peak = list(self.balance), max(self.peak_bytes)
-        return PlannedSchedule(name, chunks, balance, self.microbatches, self.table, peak, gradient_sets)
+        return PlannedSchedule(name, chunks, balance, self.microbatches, self.table, peak, gradient_sets, num_lists)
 
 
 SEARCHED = "searched"
@@ -197,19 +204,15 @@ _Family: TypeAlias = tuple[str, Placement, Callable[[int], ActionTable]]
 """A schedule's name, its placement, and a function that returns its table for a number of micro-batches."""
 
 
-def _families(processes: int, max_chunks: int) -> list[_Family]:
-    """Return the named schedules, each with every possible number of stages per process."""
-    p = processes
-    found: list[_Family] = [
-        ("1f1b", loop(p), partial(one_f_one_b, p)),
-        ("zb-h1", loop(p), partial(zb_h1, p)),
+def _families(processes: int, max_chunks: int, num_lists: int) -> list[_Family]:
+    """Return the named schedules, each with every possible number of stages per process in each list of layers."""
+    return [
+        (name, named.placement(processes, chunks).repeated(num_lists), make)
+        for name, named in SCHEDULES.items()
+        if name in SEARCHABLE and (num_lists == 1 or named.lists is not None)
+        for chunks in range(named.chunks[0], min(max_chunks, named.chunks[2]) + 1)
+        for make in [partial(named.of, processes, chunks=chunks, num_lists=num_lists)]
     ]
-    for chunks in range(2, max_chunks + 1):
-        found.append(("interleaved", loop(p, chunks), partial(interleaved, p, chunks=chunks)))
-        found.append(("zb-h1", loop(p, chunks), partial(zb_h1, p, chunks=chunks)))
-    if max_chunks >= 2:
-        found += [("zbv", v(p), partial(zbv, p)), ("v-half", v(p), partial(v_half, p))]
-    return found
 
 
 def search(
@@ -231,9 +234,9 @@ def search(
             numbers to choose from require a function.
         processes: The number of processes.
         microbatches: The numbers of micro-batches to choose from.
-        max_chunks: Maximum number of stages of a process.
+        max_chunks: Maximum number of stages of a process, in each list of layers.
         schedules: The names of the schedules to choose from. :data:`SEARCHED` also varies the order of actions of the
-            other schedules.
+            other schedules; not if there are several lists of layers.
         memory_limit_bytes: Maximum memory of a process. A schedule that needs more is not chosen.
         balance_of: Returns the number of layers of each stage, given the number of stages, or ``None`` if it has none
             for this number. By default the search finds the balance.
@@ -261,12 +264,12 @@ def search(
         )
     budget = _Budget(effort)
     candidates: list[_Candidate] = []
-    num_layers = 0
+    layers = ""
     for num in sorted(set(microbatches)):
         model = _Model(costs(num) if callable(costs) else costs, num, memory_limit_bytes)
-        num_layers = len(model.costs.layers)
-        for name, placement, make in _families(processes, max_chunks):
-            if name not in schedules or placement.num_stages > num_layers:
+        layers = " and ".join(map(str, model.lengths))
+        for name, placement, make in _families(processes, max_chunks, model.costs.num_lists):
+            if name not in schedules or not model.can_have(placement):
                 continue
             balance = None if balance_of is None else balance_of(placement.num_stages)
             if balance_of is None or balance is not None:
@@ -274,7 +277,7 @@ def search(
                     candidates.append(_Candidate.of(name, placement, table, model, balance))
     if not candidates:
         raise ValueError(
-            f"{num_layers} layers cannot be divided among {processes} processes with up to {max_chunks} stages each, "
+            f"{layers} layers cannot be divided among {processes} processes with up to {max_chunks} stages each, "
             f"under {', '.join(schedules)}; every stage needs a layer"
         )
     candidates.sort(key=lambda candidate: candidate.rank)
@@ -284,7 +287,7 @@ def search(
             share = budget.left // 2 if place == 0 else budget.left // 4
             candidates[place] = _with_better_balance(candidate, _Budget(share, budget))
     named = best = _choice(candidates)
-    if SEARCHED in schedules:
+    if SEARCHED in schedules and best.model.costs.num_lists == 1:
         searched = _choice(_with_better_orders(sorted(candidates, key=lambda each: each.rank), budget))
         if searched.rank < (named.rank[0], named.rank[1] * clearly_faster):
             best = searched
@@ -435,10 +438,33 @@ class _Model:
         bounds = [0, *accumulate(balance)]
         return [[sums[end] - sums[start] for start, end in pairwise(bounds)] for sums in self._sums]
 
-    @cached_property
+    @property
     def driver_seconds(self) -> float:
-        driver = self.costs.driver
-        return driver.before + driver.after + driver.before_backward
+        return self.costs.driver.seconds
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """The number of layers of each list."""
+        return self.costs.lengths or [len(self.costs.layers)]
+
+    def can_have(self, placement: Placement) -> bool:
+        """Whether each list has a layer for each of its stages."""
+        return min(self.lengths) >= placement.num_stages // placement.num_lists
+
+    def prepared(self, table: ActionTable, placement: Placement) -> PreparedTable:
+        """Return a table prepared for these costs."""
+        runs_code, at_once = self.costs.driver.runs_code_before, self.costs.at_once
+        return PreparedTable(table, placement=placement, with_user_code=runs_code, at_once=at_once)
+
+    def all_balances(self, num_stages: int) -> Iterator[list[int]]:
+        """Yield every number of layers of each stage. Each list has its own stages."""
+        parts = product(*(_all_balances(length, num_stages // len(self.lengths)) for length in self.lengths))
+        return ([*chain(*part)] for part in parts)
+
+    def num_balances(self, num_stages: int) -> int:
+        """Return the number of balances of :meth:`all_balances`."""
+        chunks = num_stages // len(self.lengths)
+        return math.prod(math.comb(length - 1, chunks - 1) for length in self.lengths)
 
 
 @dataclass(frozen=True)
@@ -466,7 +492,7 @@ class _Candidate:
         cls, name: str, placement: Placement, table: ActionTable, model: _Model, balance: Sequence[int] | None = None
     ) -> _Candidate:
         """Return a table with a balance, by default the most even balance."""
-        prepared = PreparedTable(table, placement=placement, with_user_code=model.costs.driver.runs_code_before)
+        prepared = model.prepared(table, placement)
         splits = {action for row in table for action in row if action.kind == "I"}
         share = len(splits) / (model.microbatches * placement.num_stages)
         work = [
@@ -474,7 +500,7 @@ class _Candidate:
             for layer in model.costs.layers
         ]
         is_fixed = balance is not None
-        found = list(balance) if balance is not None else _even_balance(work, placement, model.driver_seconds)
+        found = list(balance) if balance is not None else _even_lists(work, placement, model)
         return cls._made(name, prepared, model, found, work, is_fixed)
 
     @classmethod
@@ -497,9 +523,7 @@ class _Candidate:
             ValueError: If the table cannot run.
         """
         check_order(table)
-        prepared = PreparedTable(
-            table, placement=self.prepared.placement, with_user_code=self.model.costs.driver.runs_code_before
-        )
+        prepared = self.model.prepared(table, self.prepared.placement)
         work = [
             layer.forward + min(layer.whole, layer.input_grad + layer.weight_grad) for layer in self.model.costs.layers
         ]
@@ -526,8 +550,10 @@ class _Candidate:
 
     @property
     def description(self) -> str:
-        chunks = self.prepared.placement.num_stages // len(self.prepared.table)
+        placement = self.prepared.placement
+        chunks = placement.num_stages // len(self.prepared.table) // placement.num_lists
         stages = f", {chunks} stages per process" if chunks > 1 else ""
+        stages += " in each list" if stages and placement.num_lists > 1 else ""
         return f"{self.name}{stages}, balance {self.balance}, {self.model.microbatches} micro-batches"
 
 
@@ -560,6 +586,18 @@ def with_whole_passes(table: ActionTable) -> ActionTable:
 
 
 # Balance
+
+
+def _even_lists(work: Sequence[float], placement: Placement, model: _Model) -> list[int]:
+    """Return the balance in which each list of layers, with its share of the driver's part, is divided most evenly."""
+    chunks = placement.num_stages // placement.num_lists
+    of_list, total, balance, start = Placement(placement.process_of[:chunks]), sum(work), list[int](), 0
+    for length in model.lengths:
+        own = work[start : start + length]
+        share = sum(own) / total if total > 0 else 1 / len(model.lengths)
+        balance += _even_balance(own, of_list, model.driver_seconds * share)
+        start += length
+    return balance
 
 
 def _even_balance(work: Sequence[float], placement: Placement, driver_seconds: float) -> list[int]:
@@ -600,11 +638,12 @@ def _with_better_balance(candidate: _Candidate, budget: _Budget) -> _Candidate:
     """Return the candidate with the best balance that the budget finds."""
     if candidate.is_fixed:
         return candidate
-    stages, num = len(candidate.balance), len(candidate.work)
-    if math.comb(num - 1, stages - 1) * candidate.num_actions <= budget.left:
-        return _best_of(candidate, _all_balances(num, stages), budget)
+    stages, model = len(candidate.balance), candidate.model
+    if model.num_balances(stages) * candidate.num_actions <= budget.left:
+        return _best_of(candidate, model.all_balances(stages), budget)
     while True:
-        better = _best_of(candidate, _neighbours(candidate.balance), budget, first=True)
+        neighbours = neighbours_of(candidate.balance, model.costs.num_lists)
+        better = _best_of(candidate, neighbours, budget, first=True)
         if better is candidate:
             return candidate
         candidate = better
@@ -648,11 +687,18 @@ def _all_balances(num: int, stages: int) -> Iterator[list[int]]:
         yield [end - start for start, end in pairwise((0, *cuts, num))]
 
 
-def _neighbours(balance: Sequence[int]) -> Iterator[list[int]]:
-    """Yield balances in which a layer moves from one stage to another. The layers of stages in between shift."""
+def neighbours_of(balance: Sequence[int], num_lists: int = 1) -> Iterator[list[int]]:
+    """Yield balances in which a layer moves from one stage to another. The layers of stages in between shift.
+
+    Args:
+        balance: The number of layers of each stage.
+        num_lists: The number of lists of layers. A layer stays in its list.
+    """
+    chunks = len(balance) // num_lists
     for i, length in enumerate(balance):
         if length > 1:
-            for j in range(len(balance)):
+            first = i - i % chunks
+            for j in range(first, first + chunks):
                 if i != j:
                     changed = list(balance)
                     changed[i] -= 1
@@ -706,10 +752,10 @@ def _with_better_orders(candidates: Sequence[_Candidate], budget: _Budget) -> li
 def _similar_balances(candidate: _Candidate) -> Iterable[list[int]]:
     if candidate.is_fixed:
         return []
-    stages, num = len(candidate.balance), len(candidate.work)
-    if math.comb(num - 1, stages - 1) <= stages * stages:
-        return _all_balances(num, stages)
-    return _neighbours(candidate.balance)
+    stages, model = len(candidate.balance), candidate.model
+    if model.num_balances(stages) <= stages * stages:
+        return model.all_balances(stages)
+    return neighbours_of(candidate.balance, model.costs.num_lists)
 
 
 def _greedy_tables(

@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain
 from typing import TypeAlias
 
 from strategies.pipeline.schedule.operations import Computation, UserCode
-from strategies.pipeline.schedule.program import driver_row
+from strategies.pipeline.schedule.program import driver_row, row_at_once
 from strategies.pipeline.schedule.running_order import Running, check_complete, running_order
 from strategies.pipeline.schedule.tables import KINDS, Action, ActionTable, Placement, loop
 
@@ -28,6 +29,8 @@ class DriverCosts:
         after: Time of the code after the call, with its backward pass: head and loss. It runs at the end of the last
             stage's forward pass.
         before_backward: Time of the backward pass of the code before the call.
+        between: For each list of layers but the last, times of the code between it and the next list, and of the
+            backward pass of this code. Empty if there is one list, or if they take no time.
         before_bytes: The memory that the code before the call keeps for its backward pass.
         after_bytes: The memory of the code after the call while it runs.
     """
@@ -35,18 +38,31 @@ class DriverCosts:
     before: float = 0.0
     after: float = 0.0
     before_backward: float = 0.0
+    between: Sequence[tuple[float, float]] = ()
     before_bytes: float = 0.0
     after_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value < 0:
+            if any(each < 0 for each in (chain(*value) if name == "between" else [value])):
                 raise ValueError(f"{name} must not be negative, got {value}")
 
     @property
     def runs_code_before(self) -> bool:
-        """Whether code before the call of the module takes any time."""
-        return self.before > 0 or self.before_backward > 0
+        """Whether code before the call of a list of layers takes any time."""
+        return self.before > 0 or self.before_backward > 0 or any(map(any, self.between))
+
+    @property
+    def seconds(self) -> float:
+        """The time of all parts of the code for a micro-batch."""
+        return self.before + self.after + self.before_backward + sum(map(sum, self.between))
+
+    def of_batch(self, microbatches: int) -> DriverCosts:
+        """Return the times for a whole batch, without bytes."""
+        between = [(microbatches * forward, microbatches * backward) for forward, backward in self.between]
+        return DriverCosts(
+            microbatches * self.before, microbatches * self.after, microbatches * self.before_backward, between
+        )
 
 
 @dataclass(frozen=True)
@@ -101,7 +117,13 @@ class Simulation:
     peak_bytes: list[float]
 
 
-def simulate(table: ActionTable, costs: ActionCosts | None = None, *, placement: Placement | None = None) -> Simulation:
+def simulate(
+    table: ActionTable,
+    costs: ActionCosts | None = None,
+    *,
+    placement: Placement | None = None,
+    at_once: bool = False,
+) -> Simulation:
     """Simulate a table.
 
     An action starts when its process has ended the previous action of the row, and when its inputs have arrived. A
@@ -111,13 +133,14 @@ def simulate(table: ActionTable, costs: ActionCosts | None = None, *, placement:
     Args:
         table: One row of actions per process.
         costs: The costs of actions; by default each action takes one unit of time.
-        placement: The required process of each stage; by default the one that has its actions.
+        placement: The required process of each stage; by default the one that has its actions, for one list of layers.
+        at_once: As in :class:`PreparedTable`.
 
     Raises:
         ValueError: If the table lacks or repeats an action, has one on the wrong process, or deadlocks, or if a cost is
             negative or not given for every stage.
     """
-    return PreparedTable(table, placement=placement).simulate(costs or ActionCosts())
+    return PreparedTable(table, placement=placement, at_once=at_once).simulate(costs or ActionCosts())
 
 
 class PreparedTable:
@@ -128,22 +151,35 @@ class PreparedTable:
 
     Args:
         table: The table.
-        placement: The required process of each stage; by default the one that has its actions.
-        with_user_code: Whether the driver runs code before the call of the module. In that case its row is
+        placement: The required process of each stage; by default the one that has its actions, for one list of layers.
+        with_user_code: Whether the driver runs code before the call of a list of layers. In that case its row is
             :func:`driver_row`.
+        at_once: Whether the driver's code runs for the whole batch at once, as under ``gpipe``. In that case a list of
+            layers waits until all micro-batches have passed the list before. :func:`with_driver_between` adds the times
+            of this code.
 
     Raises:
         ValueError: As :func:`simulate` does.
     """
 
-    def __init__(self, table: ActionTable, *, placement: Placement | None = None, with_user_code: bool = False) -> None:
+    def __init__(
+        self,
+        table: ActionTable,
+        *,
+        placement: Placement | None = None,
+        with_user_code: bool = False,
+        at_once: bool = False,
+    ) -> None:
         self.table = table
         self.placement = check_complete(table, placement)
         self.num_microbatches = 1 + max(action.microbatch for row in table for action in row)
         self.rows: list[list[Computation]] = [list(row) for row in table]
-        self._has_user_code = with_user_code
-        if with_user_code:
-            self.rows[self.placement.driver] = driver_row(table)
+        assert not (with_user_code and at_once), "the time of code that runs at once is added afterwards"
+        self._has_user_code, self._at_once = with_user_code, at_once
+        if at_once:
+            self.rows[self.placement.driver] = row_at_once(table, self.placement)
+        elif with_user_code:
+            self.rows[self.placement.driver] = driver_row(table, self.placement.firsts)
         self._order = running_order(self.rows, self.placement.num_stages)
         number = {step: k for k, (_, step, _) in enumerate(self._order)}
         self._steps = [
@@ -153,7 +189,8 @@ class PreparedTable:
     def simulate(self, costs: ActionCosts) -> Simulation:
         """Simulate the table with these costs."""
         if costs.driver.runs_code_before and not self._has_user_code:
-            return PreparedTable(self.table, placement=self.placement, with_user_code=True).simulate(costs)
+            with_code = PreparedTable(self.table, placement=self.placement, with_user_code=True, at_once=self._at_once)
+            return with_code.simulate(costs)
         seconds = self.seconds_of(costs)
         ends = self.ends(seconds, costs.transfer)
         end = {step: ends[k] for k, (_, step, _) in enumerate(self._order)}
@@ -179,7 +216,11 @@ class PreparedTable:
         forward[-1] += costs.driver.after
         others = [(name, getattr(costs, name)) for name in ("backward", "input_grad", "weight_grad")]
         seconds = [*forward, *(value for name, cost in others for value in _per_stage(name, cost, num))]
-        return [*seconds, costs.driver.before, costs.driver.before_backward]
+        between = costs.driver.between or [(0.0, 0.0)] * (self.placement.num_lists - 1)
+        if len(between) != self.placement.num_lists - 1:
+            raise ValueError(f"between gives {len(between)} pairs of costs for {self.placement.num_lists} lists")
+        parts = [(costs.driver.before, costs.driver.before_backward), *between]
+        return [*seconds, *(value for part in parts for value in part)]
 
     def ends(self, seconds: Sequence[float], transfer: float) -> list[float]:
         """Return when each action ends, in an order in which actions can run."""
@@ -254,7 +295,8 @@ class PreparedTable:
             held = peak = 0.0
             for step in row:
                 if isinstance(step, UserCode):
-                    held += costs.driver.before_bytes if step.part == "b" else -costs.driver.before_bytes
+                    if step.stage == 0:
+                        held += costs.driver.before_bytes if step.part == "b" else -costs.driver.before_bytes
                 else:
                     held += change[step.kind][step.stage]
                     if step.kind == "F" and step.stage == num - 1:
@@ -269,28 +311,48 @@ class PreparedTable:
     def _cost_index(self, step: Computation) -> int:
         num = self.placement.num_stages
         if isinstance(step, UserCode):
-            return len(KINDS) * num + ("b", "a").index(step.part)
+            return len(KINDS) * num + 2 * self.placement.list_of(step.stage) + ("b", "a").index(step.part)
         return KINDS.index(step.kind) * num + step.stage
 
 
 def with_driver_between(simulation: Simulation, driver: DriverCosts) -> Simulation:
     """Add the driver's part of a batch: before all forward passes, between them and the backward passes, and after.
 
-    Under ``gpipe``, the stages wait while it runs.
+    If there are several lists of layers, also the code between their passes. Under ``gpipe``, the stages wait while the
+    driver's part runs.
 
     Args:
-        simulation: All forward passes, then all backward passes, without the driver's part.
+        simulation: All forward passes, then all backward passes, without the times of the driver's part.
         driver: The costs of the driver's part for the whole batch.
     """
     before, after, last = driver.before, driver.after, driver.before_backward
+    placement = simulation.placement
+    between = driver.between or [(0.0, 0.0)] * (placement.num_lists - 1)
+    ahead = [*accumulate((forward for forward, _ in between), initial=before)]
+    """For each list, the driver's time before its forward passes."""
+    back = [*accumulate((backward for _, backward in reversed(between)), initial=ahead[-1] + after)][::-1]
+    """For each list, the driver's time before its backward passes."""
 
     def later(step: Computation) -> float:
-        return before if step[0] == "F" else before + after
+        number = placement.list_of(step[2])
+        if isinstance(step, UserCode):
+            return ahead[number - 1] if step.part == "b" else back[number]
+        return ahead[number] if step.kind == "F" else back[number]
 
     start = {step: time + later(step) for step, time in simulation.start.items()}
     end = {step: time + later(step) for step, time in simulation.end.items()}
     rows = [list(row) for row in simulation.rows]
-    total, row = simulation.total_time + before + after + last, rows[simulation.placement.driver]
+    total, row = simulation.total_time + back[0] + last, rows[placement.driver]
+    for number, parts in enumerate(between, 1):
+        for part, seconds in zip(("b", "a"), parts, strict=True):
+            code = [
+                step for step in row if isinstance(step, UserCode) and step[::2] == (part, placement.firsts[number])
+            ]
+            for step in code[: -1 if seconds else None]:
+                row.remove(step)
+                del start[step], end[step]
+            if seconds:
+                end[code[-1]] += seconds
     if before:
         row.insert(0, UserCode("b", 0))
         start[row[0]], end[row[0]] = 0.0, before
@@ -299,7 +361,7 @@ def with_driver_between(simulation: Simulation, driver: DriverCosts) -> Simulati
         start[row[-1]], end[row[-1]] = total - last, total
     if after:
         forward = max(step.microbatch for step in row if step[0] == "F")
-        loss = next(step for step in row if isinstance(step, Action) and step[:2] == ("F", forward))
+        loss = Action("F", forward, placement.num_stages - 1)
         end[loss] += after  # at the end of the last stage's forward pass, as if it ran per micro-batch
     busy = sum(end[step] - start[step] for step in end)
     idle = 1 - busy / (total * len(rows)) if total else 0.0

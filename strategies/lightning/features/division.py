@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from strategies.common.joined_lists import lengths_of
 from strategies.lightning.features.feature import Feature
 from strategies.lightning.features.per_microbatch import num_gradient_sets
 from strategies.lightning.options import Options
@@ -114,7 +115,8 @@ class Division(Feature):
         options, settings, module = self._options, prepared.settings, prepared.module
         sets = num_gradient_sets(prepared.trainer, prepared.model) if prepared.is_fitting else 1
         planned, num_stages, given = self._planned, prepared.num_stages, options.given_balance
-        if planned is not None and fits(planned, num_stages, len(module), given, settings, options.search, sets):
+        lengths = lengths_of(module)
+        if planned is not None and fits(planned, num_stages, lengths, given, settings, options.search, sets):
             return planned
         if not prepared.is_fitting or num_stages == 1:
             return None

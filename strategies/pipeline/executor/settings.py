@@ -10,9 +10,10 @@ from strategies.common.names import did_you_mean
 from strategies.launch.session import BUSY_FACTOR, check_timeout
 from strategies.pipeline.schedule.custom import CustomTable, custom_table
 from strategies.pipeline.schedule.planned import AUTO as AUTO_SCHEDULE
+from strategies.pipeline.schedule.planned import PlannedSchedule
 from strategies.pipeline.schedule.posting import direct_order, posting_order
 from strategies.pipeline.schedule.program import Programs
-from strategies.pipeline.schedule.tables import SCHEDULES, ActionTable, Placement
+from strategies.pipeline.schedule.tables import SCHEDULES, Placement
 from strategies.pipeline.stage.layers import RECOMPUTE_MODES
 from strategies.pipeline.transport.planes import AUTO, GLOO, PLANES, chosen_plane
 
@@ -50,8 +51,23 @@ class Settings:
     @property
     def runs_several_lists(self) -> bool:
         """Whether the schedule can run several lists of layers one after another."""
+        if isinstance(self.schedule, PlannedSchedule):
+            return self.schedule.num_lists > 1
         named = SCHEDULES.get(self.schedule) if isinstance(self.schedule, str) else None
-        return named is not None and (not self.interleaves or named.lists is not None)
+        return self.is_auto or (named is not None and named.lists is not None)
+
+    def check_lists(self, num_lists: int) -> None:
+        """Check that the schedule can run a number of lists of layers.
+
+        Raises:
+            ValueError: If it is for one list.
+        """
+        if num_lists > 1 and not self.runs_several_lists:
+            known = ", ".join(repr(name) for name, named in SCHEDULES.items() if named.lists is not None)
+            raise ValueError(
+                f"schedule={self.schedule!r} is for one list of layers, but {num_lists} lists are to be pipelined. Use "
+                f"one of {known}, or name one list by module=..."
+            )
 
     @property
     def is_auto(self) -> bool:
@@ -79,12 +95,7 @@ class Settings:
             ValueError: If the file of a table cannot be read, or a custom table cannot run on this number of
                 processes.
         """
-        if num_lists > 1 and not self.runs_several_lists:
-            known = ", ".join(repr(name) for name, named in SCHEDULES.items() if name == "gpipe" or named.lists)
-            raise ValueError(
-                f"schedule={self.schedule!r} is for one list of layers, but {num_lists} lists are to be pipelined. Use "
-                f"one of {known}, or name one list by module=..."
-            )
+        self.check_lists(num_lists)
         if num_lists > 1 and ordered:
             raise ValueError(
                 f"{num_lists} lists of layers are pipelined one after another under data_plane='gloo' only. Use it, or "
@@ -96,18 +107,22 @@ class Settings:
             named = SCHEDULES[schedule]
             chunks = 1 if self.is_auto else self.chunks or named.chunks[1]
             placement, at_once = named.placement(processes, chunks), not self.pipelined_backward
-
-            def lists(microbatches: int) -> ActionTable:
-                assert named.lists is not None
-                return named.lists(processes, microbatches, chunks * num_lists)
-
             return Programs(
                 lambda m: named.table(processes, m, chunks),
                 placement,
                 order,
                 at_once=at_once,
                 num_lists=num_lists,
-                lists=lists if num_lists > 1 and named.lists is not None else None,
+                lists=(lambda m: named.of(processes, m, chunks, num_lists)) if self.interleaves else None,
+            )
+        if isinstance(schedule, PlannedSchedule) and num_lists > 1:
+            named, chunks = SCHEDULES[schedule.name], schedule.chunks
+            return Programs(
+                lambda m: named.table(processes, m, chunks),
+                named.placement(processes, chunks),
+                order,
+                num_lists=num_lists,
+                lists=lambda m: custom_table(schedule, processes, m),
             )
         try:
             placement = Placement.of(custom_table(schedule, processes, self.microbatches))

@@ -157,6 +157,25 @@ def partition_costs(costs: Sequence[float], partitions: int, *, last: float = 0.
     return balance
 
 
+def partition_lists(costs: Sequence[float], lengths: Sequence[int], num_chunks: int, *, driver: float) -> list[int]:
+    """Return the number of layers of each chunk of all lists, one list after another.
+
+    Each list has its share of the driver's cost, in proportion to its layers, so that all stages cost the same over
+    all lists.
+
+    Args:
+        costs: The cost of each layer.
+        lengths: The number of layers of each list.
+        num_chunks: The number of chunks of each list.
+        driver: The cost of what the driver runs outside the layers.
+    """
+    ahead, whole = iter(costs), sum(costs)
+    lists = [[next(ahead) for _ in range(length)] for length in lengths]
+    shares = [sum(own) / whole if whole > 0 else 1 / len(lists) for own in lists]
+    parts = [partition_costs(own, num_chunks, last=driver * share) for own, share in zip(lists, shares, strict=True)]
+    return [size for part in parts for size in part]
+
+
 def _smallest_maximum(total: list[int], partitions: int) -> int:
     """Return the cost of the most expensive part in the best split.
 

@@ -13,15 +13,17 @@ The model is left unchanged: parameters, gradients, buffers, modes, attributes a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from itertools import pairwise
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from strategies.common.joined_lists import lengths_of
 from strategies.common.patching import replaced, unchanged
 from strategies.common.torch_compat import CALL_ATTRIBUTE, tree_flatten, tree_map_only, tree_unflatten
 from strategies.common.trees import tensors_in
@@ -194,8 +196,12 @@ def costs_of(
             return output
 
         blocks = {name: block for name, block in module._modules.items() if block is not None}
+        lengths = lengths_of(module)
+        list_of = dict(
+            zip(blocks, (number for number, length in enumerate(lengths) for _ in range(length)), strict=True)
+        )
         with as_in_training([device]), _unchanged(model, module, has_one_row(example.value)):
-            runs = Runs(example.model, {n: (b, partial(measured, n, b)) for n, b in blocks.items()})
+            runs = Runs(example.model, {n: (b, partial(measured, n, b)) for n, b in blocks.items()}, list_of)
             with runs.replacing():
                 runs(as_output(example.value))
                 missing = [name for name in blocks if name not in found]
@@ -256,32 +262,72 @@ def _run_sequential(module: nn.Sequential, device: torch.device, args: tuple[Any
     return run_layers(module, value, device, call=call_with_one)
 
 
+class Call(NamedTuple):
+    """A forward or backward pass of a module: the number of its list of layers, and the clock at its begin and end."""
+
+    number: int
+    begin: float
+    end: float
+
+
+def _change(calls: Sequence[Call], before: int, after: int) -> float:
+    """Return the difference of the clock from the last call of one list to the first of another, if both are called."""
+    for first, second in pairwise(calls):
+        if (first.number, second.number) == (before, after):
+            return second.begin - first.end
+    return 0.0
+
+
 class Runs(nn.Module):
     """Runs of a model in which stand-ins replace some modules.
 
     Args:
         model: The model.
         calls: For each module, its name, the module, and the function that its first call runs with the arguments.
+        list_of: For the name of each module, the number of its list of layers; by default there is one list.
 
     Attributes:
-        clock: Returns the time.
-        called: When each call of a module began and ended in the last run.
-        differentiated: When each backward pass of a module began and ended since the last run.
+        clock: Returns the time, or another number.
+        called: The calls of modules in the last run.
+        differentiated: The backward passes of modules since the last run.
     """
 
     def __init__(
         self,
         model: nn.Module,
         calls: Mapping[str, tuple[nn.Module, Callable[[tuple[Any, ...], dict[str, Any]], Any]]],
+        list_of: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__()
         self.model, self._calls = model, calls
+        self._list_of = list_of or dict.fromkeys(calls, 0)
         self._outputs: dict[str, Any] = {}
         self._inputs: list[Tensor] = []
         self._returned: list[Tensor] = []
         self.clock: Callable[[], float] = time.perf_counter
-        self.called: list[float] = []
-        self.differentiated: list[float] = []
+        self.called: list[Call] = []
+        self.differentiated: list[Call] = []
+
+    def between(self) -> list[tuple[float, float]]:
+        """Return for each list but the last what the clock counted between its calls and those of the next list.
+
+        Returns:
+            The differences in the last run and in its backward pass.
+
+        Raises:
+            ValueError: If the last run did not call one list after another.
+        """
+        numbers = [call.number for call in self.called]
+        if numbers != sorted(numbers):
+            order = ", ".join(map(str, dict.fromkeys(numbers)))
+            raise ValueError(
+                f"the lists of layers are called in the order {order}, where 0 is the first in module=...; name them "
+                "in the order in which the model calls them, each once"
+            )
+        return [
+            (_change(self.called, number - 1, number), _change(self.differentiated, number, number - 1))
+            for number in range(1, 1 + max(self._list_of.values()))
+        ]
 
     @property
     def num_recorded(self) -> int:
@@ -318,7 +364,7 @@ class Runs(nn.Module):
         return [*([loss] if isinstance(loss, Tensor) else []), *roots, *(tensor.detach() for tensor in self._inputs)]
 
     def _called(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        self.called.append(self.clock())
+        begin = self.clock()
         known = {id(tensor) for tensor in self._returned}
         self._inputs += [tensor for tensor in tensors_in((args, kwargs)) if id(tensor) not in known]
         if name not in self._outputs:
@@ -329,11 +375,11 @@ class Runs(nn.Module):
         outputs = [leaves[place] for place in places]
         inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         anchor = torch.zeros((), requires_grad=True)  # outputs may need gradients even if no input does
-        made = _StandIn.apply(len(outputs), self, anchor, *outputs, *inputs)
+        made = _StandIn.apply(len(outputs), self, self._list_of[name], anchor, *outputs, *inputs)
         for place, tensor in zip(places, made, strict=True):
             leaves[place] = tensor
         self._returned += made
-        self.called.append(self.clock())
+        self.called.append(Call(self._list_of[name], begin, self.clock()))
         return tree_unflatten(leaves, spec)
 
 
@@ -341,8 +387,10 @@ class _StandIn(torch.autograd.Function):
     """Returns copies of recorded outputs. The gradients of the inputs have the right shapes, but arbitrary values."""
 
     @staticmethod
-    def forward(ctx: Any, number: int, runs: Runs, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.runs = runs
+    def forward(
+        ctx: Any, number: int, runs: Runs, number_of_list: int, anchor: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.runs, ctx.number_of_list = runs, number_of_list
         ctx.inputs = [torch.empty_like(tensor, device="meta") for tensor in tensors[number:]]
         ctx.devices = [tensor.device for tensor in tensors[number:]]
         ctx.number = number
@@ -354,11 +402,11 @@ class _StandIn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
-        ctx.runs.differentiated.append(ctx.runs.clock())
+        begin = ctx.runs.clock()
         inputs = zip(ctx.inputs, ctx.devices, strict=True)
         made = [torch.ones_like(like, device=device) for like, device in inputs]
-        ctx.runs.differentiated.append(ctx.runs.clock())
-        return (None, None, None, *[None] * ctx.number, *made)
+        ctx.runs.differentiated.append(Call(ctx.number_of_list, begin, ctx.runs.clock()))
+        return (None, None, None, None, *[None] * ctx.number, *made)
 
 
 @contextmanager

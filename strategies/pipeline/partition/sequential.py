@@ -8,6 +8,7 @@ from torch import nn
 
 from strategies.common.joined_lists import JoinedLists
 from strategies.common.stage_layers import StageLayers
+from strategies.pipeline.partition.balance import partition_costs
 
 Pipelined = nn.Sequential | nn.ModuleList
 """A module that can be divided into stages: layers that run in sequence, or blocks that the model calls itself."""
@@ -64,6 +65,16 @@ def check_lists(balance: Sequence[int], lengths: Sequence[int]) -> None:
                 f"The provided balance {list(balance)} has {own} for list {number} of {len(lengths)}, which has "
                 f"{length} layers. Give {chunks} numbers of layers for each list, one list after another."
             )
+
+
+def even_balance(lengths: Sequence[int], chunks: int) -> list[int]:
+    """Return the balance with equal numbers of layers.
+
+    Args:
+        lengths: The number of layers of each list.
+        chunks: The number of chunks of each list.
+    """
+    return [size for length in lengths for size in partition_costs([1] * length, chunks)]
 
 
 def cut(

@@ -18,12 +18,13 @@ class PlannedSchedule:
 
     Attributes:
         name: The name of the schedule for other numbers of micro-batches.
-        chunks: The number of stages per process.
+        chunks: The number of stages per process in each list of layers.
         balance: The number of layers of each stage.
         microbatches: The number of micro-batches of ``table``.
         table: The actions of each process.
         peak_bytes: The predicted peak memory of a process for parameters and activations.
         gradient_sets: The number of gradients of a parameter that the prediction assumes to exist at the same time.
+        num_lists: The number of lists of layers.
     """
 
     name: str
@@ -33,6 +34,13 @@ class PlannedSchedule:
     table: ActionTable
     peak_bytes: float = 0.0
     gradient_sets: int = 1
+    num_lists: int = 1
+
+    @property
+    def lengths(self) -> list[int]:
+        """The number of layers of each list."""
+        chunks = len(self.balance) // self.num_lists
+        return [sum(self.balance[start : start + chunks]) for start in range(0, len(self.balance), chunks)]
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> PlannedSchedule:
@@ -47,7 +55,7 @@ class PlannedSchedule:
         """Return the table for a number of micro-batches."""
         if microbatches == self.microbatches:
             return self.table
-        return SCHEDULES[self.name].table(processes, microbatches, self.chunks)
+        return SCHEDULES[self.name].of(processes, microbatches, self.chunks, self.num_lists)
 
     def __repr__(self) -> str:
         return repr(AUTO)  # messages show the user's choice

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from strategies.pipeline.schedule.operations import (
     Computation,
@@ -236,6 +236,29 @@ def driver_row(table: ActionTable, firsts: Sequence[int] = (0,)) -> list[Computa
     for action, code in zip(table[driver], before, strict=False):
         row += [*code, action]
     return [*row, *before[-1]]
+
+
+def row_at_once(table: ActionTable, placement: Placement) -> list[Computation]:
+    """Return the driver's row if the code between two lists of layers runs once for a batch, between their passes.
+
+    Its parts for the micro-batches follow each other: after all forward passes of the earlier list, and after all
+    backward passes of the later list.
+
+    Args:
+        table: All forward passes, then all backward passes, one list after another.
+        placement: The process of each stage.
+    """
+    row: list[Computation] = []
+    before = 0
+    for action in table[placement.driver]:
+        part: Literal["b", "a"] = "b" if action.kind == "F" else "a"
+        number = placement.list_of(action.stage)
+        if number != before:
+            numbers = [each.microbatch for each in table[placement.driver] if each[::2] == action[::2]]
+            row += [UserCode(part, m, placement.firsts[max(number, before)]) for m in numbers]
+        row.append(action)
+        before = number
+    return row
 
 
 def forward_table(placement: Placement, microbatches: int) -> ActionTable:

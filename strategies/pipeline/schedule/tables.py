@@ -96,6 +96,10 @@ class Placement:
         """The first stage of each list, which gets its input from the driver's code."""
         return [*range(0, self.num_stages, self.num_stages // self.num_lists)]
 
+    def list_of(self, stage: int) -> int:
+        """Return the number of the list of a stage."""
+        return stage * self.num_lists // self.num_stages
+
     def repeated(self, num_lists: int) -> Placement:
         """Return the placement of several lists, each of which has the stages of this placement."""
         return Placement(self.process_of * num_lists, num_lists)
@@ -157,18 +161,25 @@ def v(processes: int) -> Placement:
     return Placement((*range(processes), *reversed(range(processes))))
 
 
-def gpipe(stages: int, microbatches: int) -> ActionTable:
+def gpipe(stages: int, microbatches: int, lists: int = 1) -> ActionTable:
     """All forward passes, then all backward passes in reverse order (Huang et al., 2019, https://arxiv.org/abs/1811.06965).
 
     The backward passes begin with the last micro-batch: its activations were computed last, and
     ``checkpoint="except_last"`` keeps them, so the last stage starts its backward passes without recomputation.
 
+    If there are several lists of layers, all micro-batches pass through one list after another, and back::
+
+        process 0  0F0 0F1 .   2F0 2F1 .   .   2B1 2B0 .   0B1 0B0
+        process 1  .   1F0 1F1 .   3F0 3F1 3B1 3B0 .   1B1 1B0 .
+
     Raises:
-        ValueError: If there is fewer than one stage or micro-batch.
+        ValueError: If there is fewer than one stage, micro-batch or list.
     """
-    _check_positive(stages=stages, microbatches=microbatches)
+    _check_positive(stages=stages, microbatches=microbatches, lists=lists)
+    forward, numbers = range(0, stages * lists, stages), range(microbatches)
     return [
-        [Action("F", m, i) for m in range(microbatches)] + [Action("B", m, i) for m in reversed(range(microbatches))]
+        [Action("F", m, first + i) for first in forward for m in numbers]
+        + [Action("B", m, first + i) for first in reversed(forward) for m in reversed(numbers)]
         for i in range(stages)
     ]
 
@@ -462,7 +473,7 @@ class Named(NamedTuple):
         placement: Returns the process of each stage, given the number of processes and of stages per process.
         chunks: The smallest, the default and the largest number of stages per process.
         lists: Returns the table of several lists of layers, given the number of stages per process in all lists: each
-            list is one more round over the processes. ``None`` if the lists do not share a table.
+            list is one more round over the processes. ``None`` if the schedule is for one list.
     """
 
     table: Callable[[int, int, int], ActionTable]
@@ -470,9 +481,23 @@ class Named(NamedTuple):
     chunks: tuple[int, int, int]
     lists: Callable[[int, int, int], ActionTable] | None = None
 
+    def of(self, processes: int, microbatches: int, chunks: int, num_lists: int = 1) -> ActionTable:
+        """Return the table of all lists of layers.
+
+        Args:
+            processes: Number of processes.
+            microbatches: Number of micro-batches.
+            chunks: Number of stages per process in each list.
+            num_lists: Number of lists.
+        """
+        if num_lists == 1:
+            return self.table(processes, microbatches, chunks)
+        assert self.lists is not None
+        return self.lists(processes, microbatches, chunks * num_lists)
+
 
 SCHEDULES: Mapping[str, Named] = {
-    "gpipe": Named(lambda p, m, chunks: gpipe(p, m), loop, (1, 1, 1)),
+    "gpipe": Named(lambda p, m, chunks: gpipe(p, m), loop, (1, 1, 1), gpipe),
     "1f1b": Named(lambda p, m, chunks: one_f_one_b(p, m), loop, (1, 1, 1), interleaved),
     "interleaved": Named(interleaved, loop, (2, 2, 2**10), interleaved),
     "zb-h1": Named(zb_h1, loop, (1, 1, 2**10), zb_h1),

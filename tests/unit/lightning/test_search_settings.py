@@ -6,10 +6,10 @@ import pytest
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from strategies import RPCSequentialStrategy, Schedule
-from strategies.lightning.search_settings import SearchSettings, fits
+from strategies.lightning.search_settings import SearchSettings, fits, with_schedule
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.schedule.planned import PlannedSchedule
-from strategies.pipeline.schedule.tables import zbv
+from strategies.pipeline.schedule.tables import interleaved, zbv
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_what_was_found_earlier_is_used_where_it_fits() -> None:
     ) -> bool:
         settings = Settings(schedule="auto", chunks=chunks)
         given_choices = SearchSettings("auto", **{"microbatches": 4, **choices})
-        return fits(planned, stages, layers, given, settings, given_choices, sets)
+        return fits(planned, stages, [layers], given, settings, given_choices, sets)
 
     assert is_used() and is_used(given=(2, 1, 1, 2)) and is_used(chunks=3) and is_used(memory_limit_bytes=100)
     assert is_used(microbatches="auto") and is_used(microbatches="auto", max_microbatches=4)
@@ -69,3 +69,17 @@ def test_what_was_found_earlier_is_used_where_it_fits() -> None:
     assert not is_used(chunks=1) and not is_used(memory_limit_bytes=99)
     assert is_used(sets=2) and not is_used(sets=2, memory_limit_bytes=100)
     assert not is_used(microbatches="auto", max_microbatches=3)
+
+
+def test_a_schedule_of_several_lists_is_used_for_lists_of_the_same_lengths() -> None:
+    planned = PlannedSchedule("1f1b", 1, [2, 1, 1, 3], 4, interleaved(2, 4), num_lists=2)
+    assert PlannedSchedule.from_state(planned.state()) == planned
+
+    def is_used(*lengths: int, given: Any = None) -> bool:
+        return fits(planned, 2, lengths, given, Settings(schedule="auto"), SearchSettings("auto", 4))
+
+    assert is_used(3, 4) and is_used(3, 4, given=[2, 1, 1, 3])
+    assert not is_used(7) and not is_used(4, 3) and not is_used(3, 4, given="even")
+    programs = with_schedule(Settings(schedule="auto"), planned).programs(2, num_lists=2)
+    assert programs.placement.firsts == [0, 2]
+    assert [len(row) for row in programs.training[4].rows] == [16, 16] and len(programs.training[3].rows[0]) == 12

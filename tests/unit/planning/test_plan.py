@@ -17,7 +17,7 @@ import torch
 import yaml
 from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
-from sleep_layer import Sleep
+from sleep_layer import Sleep, slept
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -26,6 +26,7 @@ from strategies import Recovery, RPCSequentialStrategy, Schedule
 from strategies.launch import workers
 from strategies.lightning import partitioning
 from strategies.optim.costs import StepCost
+from strategies.pipeline.schedule.operations import UserCode
 from strategies.planning import plan
 from strategies.planning.plan import PlanTable
 from trainer import Trainer
@@ -101,6 +102,26 @@ class Llama(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
+class TwoLists(Model):
+    """A second list, whose blocks all read the output of the first."""
+
+    def __init__(self, example: bool = False) -> None:
+        super().__init__(example)
+        del self.sequential_module
+        self.encoder, self.decoder = (
+            nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(number)) for number in (BLOCKS, 3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = x
+        for block in self.encoder:
+            memory = block(memory)
+        memory = slept(memory.tanh().exp(), 0.02, 0.03)
+        for block in self.decoder:
+            x = block(x + memory)
+        return self.head(x)
+
+
 def trainer_with(devices: int = 2, **settings: Any) -> Trainer:
     return Trainer(
         accelerator="cpu", devices=devices, strategy=RPCSequentialStrategy(**settings), logger=False, max_epochs=1
@@ -173,6 +194,55 @@ def test_schedules_with_too_many_chunks_are_left_out() -> None:
     table = planned(Model(), Data(), stages=[3], microbatches=2)
     assert {row.schedule for row in table.rows} == {"gpipe", "1f1b", "zb-h1"}
     assert table.notes[0] == ("interleaved with 3 stages is left out: its 6 chunks need a layer each, but there are 4.")
+
+
+def test_several_lists_of_layers() -> None:
+    table = planned(TwoLists(), Data(), microbatches=[2, 4])
+    assert {row.schedule for row in table.rows} == {"gpipe", "1f1b", "zb-h1"}
+    left_out = "interleaved with 2 stages is left out: its 4 chunks need a layer each, but there are 4 and 3."
+    assert table.notes == ["zbv and v-half are left out, because they are for one list of layers", left_out]
+    assert table.path == ["encoder", "decoder"] and table.layers == "7 layers: Linear"
+    for row in table.rows:
+        assert sum(row.balance[:2]) == BLOCKS and sum(row.balance[2:]) == 3
+        worker, driver = row.processes
+        first, second = row.balance[0], row.balance[2]
+        assert worker.layers == [*range(first), *range(BLOCKS, BLOCKS + second)]
+        assert worker.need.parameters == (first + second) * LAYER_BYTES
+        assert driver.need.parameters == (7 - first - second + 1) * LAYER_BYTES
+        assert row.simulation is not None and row.seconds is not None
+        code = {step for step in row.simulation.end if isinstance(step, UserCode) and step.stage == 2}
+        assert len(code) == (2 if row.schedule == "gpipe" else 2 * row.microbatches)
+        times = {
+            part: [row.simulation.end[s] - row.simulation.start[s] for s in code if s.part == part] for part in "ba"
+        }
+        assert sum(times["b"]) == pytest.approx(0.02 * row.microbatches, rel=0.5)
+        assert sum(times["a"]) == pytest.approx(0.03 * row.microbatches, rel=0.5)
+        given = strategy_block(table, row)["init_args"]
+        assert given["module"] == ["encoder", "decoder"]
+        strategy = RPCSequentialStrategy(**as_the_command_line_does(given))
+        assert strategy.options.settings.programs(2, num_lists=2).placement.num_stages == len(row.balance)
+    even = planned(TwoLists(), Data(), settings={"balance": "even"}, microbatches=2, schedules="1f1b")
+    assert even.best.balance == [2, 2, 2, 1]
+    given = planned(TwoLists(), Data(), settings={"balance": [1, 3, 1, 2]}, microbatches=2, schedules="1f1b")
+    assert given.best.balance == [1, 3, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "choices", "message"),
+    [
+        ({}, {"schedules": "zbv"}, "schedule='zbv' is for one list of layers, but 2 lists .* 'gpipe', '1f1b', 'interl"),
+        (
+            {"module": ["encoder", "decoder"]},
+            {"stages": 4},
+            "stages=4, but 'encoder' and 'decoder' have 4 and 3 layers, and each stage needs one of each",
+        ),
+        ({"balance": [3, 2, 1, 1]}, {}, r"balance \[3, 2, 1, 1\] has \[3, 2\] for list 0 of 2, which has 4 layers"),
+        ({"module": ["decoder", "encoder"]}, {}, "lists of layers are called in the order 1, 0, where 0 is the first"),
+    ],
+)
+def test_refusals_of_several_lists(settings: dict[str, Any], choices: dict[str, Any], message: str) -> None:
+    with pytest.raises(MisconfigurationException, match=message):
+        planned(TwoLists(), Data(), settings=settings, microbatches=2, **choices)
 
 
 def test_a_model_of_hugging_face_needs_no_input() -> None:

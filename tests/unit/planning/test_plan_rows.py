@@ -12,11 +12,11 @@ from strategies.optim.costs import StepCost
 from strategies.pipeline.partition.memory import Need
 from strategies.pipeline.partition.profiling import PassBytes
 from strategies.pipeline.schedule.program import ranks_of
-from strategies.pipeline.schedule.tables import SCHEDULES, Placement
+from strategies.pipeline.schedule.tables import SCHEDULES, Placement, loop
 from strategies.planning.action_costs import ACTION_SECONDS, DriverPart, Layer
 from strategies.planning.plan_rows import Measured, PlanRow, activation_peaks, best_row, plan_row
 from strategies.planning.search import LayerCosts
-from strategies.planning.simulator import ActionCosts, DriverCosts, simulate
+from strategies.planning.simulator import ActionCosts, DriverCosts, simulate, with_driver_between
 
 FORWARD, BACKWARD, TRANSFER = 0.010, 0.020, 0.001
 HELD = PassBytes(inner=100, input=10, input_size=10, output=0, output_size=10, forward_extra=5, backward_extra=30)
@@ -80,6 +80,50 @@ def test_times_are_those_of_the_simulator(name: str) -> None:
     assert row.seconds == pytest.approx(max(end + step for end, step in zip(ends, steps, strict=True)))
     assert row.idle == pytest.approx(simulation.bubble_fraction)
     assert row.rows_per_second == pytest.approx(16 / (row.seconds or 0.0))
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
+def test_several_lists(name: str) -> None:
+    """Times are the simulator's, with the code between the lists; each process has layers of both lists."""
+    driver = DriverCosts(0.001, 0.003, 0.002, [(0.004, 0.005)])
+    known = measured(driver=driver, layers=5, lengths=(2, 3))
+    row = plan_row(known, 2, name, 1, balance=[1, 1, 1, 2])
+    layers, placement, is_gpipe = [1, 1, 1, 2], loop(2).repeated(2), name == "gpipe"
+    costs = ActionCosts(
+        forward=[number * FORWARD + ACTION_SECONDS for number in layers],
+        backward=[number * BACKWARD + ACTION_SECONDS for number in layers],
+        input_grad=[number * BACKWARD / 2 + ACTION_SECONDS for number in layers],
+        weight_grad=[number * BACKWARD / 2 for number in layers],
+        transfer=TRANSFER,
+        driver=DriverCosts() if is_gpipe else driver,
+    )
+    simulation = simulate(SCHEDULES[name].of(2, 4, 1, 2), costs, placement=placement, at_once=is_gpipe)
+    if is_gpipe:
+        simulation = with_driver_between(simulation, driver.of_batch(4))
+    ends = [max(simulation.end[step] for step in own) for own in simulation.rows]
+    assert row.seconds == pytest.approx(max(ends[0] + 2 * 0.002, ends[1] + 4 * 0.002))
+    worker, last = row.processes
+    assert (worker.layers, last.layers) == ([0, 2], [1, 3, 4])
+    assert (worker.need, last.need) == (Need(16, 16, 32), Need(32, 32, 64))
+    free = plan_row(known, 2, name, 1)
+    assert sum(free.balance[:2]) == 2 and free.seconds is not None and free.seconds <= row.seconds
+    assert sum(plan_row(known, 2, name, 1, memory_limit_bytes=1).balance[:2]) == 2
+    without = plan_row(replace(known, has_times=False), 2, name, 1)
+    assert without.seconds is None and sum(without.balance[:2]) == 2
+
+
+def test_bytes_of_what_the_code_between_lists_keeps() -> None:
+    """The driver holds them from the code to its backward pass; under gpipe those of all micro-batches."""
+    known = measured(layers=4, lengths=(2, 2))
+    for name, expected in (
+        ("gpipe", 40 + 8 * 110 + 4 * 1000 + 4 * 10 + 30),  # both lists, and the gradient of the whole output
+        ("1f1b", 40 + 3 * 110 + 3 * 1000 + 10),  # three of the first list are on their way when one of them comes back
+    ):
+        for size in (0, 1000):
+            driver = known.driver._replace(between_bytes=[size])
+            worker, last = plan_row(replace(known, driver=driver), 2, name, 1, balance=[1] * 4).processes
+            assert worker.activations == (8 * 110 + 30 if name == "gpipe" else 5 * 110 + 30)
+        assert last.activations == expected
 
 
 def test_under_gpipe_the_stages_wait_for_the_driver() -> None:

@@ -24,6 +24,7 @@ from strategies.planning.search import (
     SEARCHED,
     LayerCosts,
     ModelCosts,
+    balanced,
     search,
     with_whole_passes,
 )
@@ -395,6 +396,39 @@ def test_the_step_of_the_optimizer():
         for step in (0.0, 4.0, 40.0)
     ]
     assert seconds == [60, 60, 92]  # the driver ends its passes 8 units before the worker
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_the_balance_of_several_lists(at_once):
+    """Each list keeps its layers, and no other division of the lists is faster."""
+    layers = [LayerCosts(float(seconds), seconds / 2, seconds / 2) for seconds in (1, 2, 1, 3, 1, 1, 4)]
+    driver = DriverCosts() if at_once else DriverCosts(0.5, 1.0, 0.5, [(0.5, 0.5)])
+    costs = ModelCosts(layers, 0.125, driver=driver, lengths=(3, 4), at_once=at_once)
+    table, placement = gpipe(2, 4, 2) if at_once else interleaved(2, 4), loop(2).repeated(2)
+    every = [[*first, *second] for first in balances(3, 2) for second in balances(4, 2)]
+    seconds = {tuple(each): costs.seconds(table, each) for each in every}
+    simulations = [balanced(costs, table, placement, effort=effort) for effort in (10**6, 1000)]
+    found, simulation = simulations[0]
+    assert simulation.total_time == seconds[tuple(found)] == min(seconds.values())
+    assert all(
+        tuple(each) in seconds and each_simulation.total_time == seconds[tuple(each)]
+        for each, each_simulation in simulations
+    )
+
+
+def test_the_choice_for_several_lists():
+    layers = [LayerCosts(1.0, 1.0, 1.0)] * 9
+    costs = ModelCosts(layers, driver=DriverCosts(after=0.5, between=[(0.5, 0.5)]), lengths=(4, 5))
+    plan = search(costs, 2, [4])
+    assert plan.schedule in ("1f1b", "zb-h1", "interleaved") and plan.placement.num_lists == 2
+    chunks = plan.placement.num_stages // 4
+    assert sum(plan.balance[: 2 * chunks]) == 4 and sum(plan.balance) == 9
+    assert plan.seconds == costs.seconds(plan.table, plan.balance)
+    planned = plan.planned_schedule()
+    assert planned.lengths == [4, 5] and planned.chunks == chunks and planned(2, 4) == plan.table
+    assert len({action.stage for row in planned(2, 3) for action in row}) == plan.placement.num_stages
+    with pytest.raises(ValueError, match="1 and 8 layers cannot be divided among 2 processes"):
+        search(ModelCosts(layers, lengths=(1, 8)), 2, [4])
 
 
 def test_predicted_seconds():

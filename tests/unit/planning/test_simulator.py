@@ -5,12 +5,14 @@ from itertools import pairwise
 
 import pytest
 
+from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.schedule.operations import UserCode
 from strategies.pipeline.schedule.tables import (
     SCHEDULES,
     Action,
     gpipe,
     interleaved,
+    loop,
     one_f_one_b,
     v_half,
     zb_h1,
@@ -23,6 +25,7 @@ from strategies.planning.simulator import (
     on_cores,
     render,
     simulate,
+    with_driver_between,
 )
 
 TWO_STAGES_EACH = [interleaved, zbv, v_half]
@@ -174,6 +177,42 @@ def test_user_code_of_the_driver(make, processes, num):
         assert end[gradients] + way <= start[UserCode("a", m)]
         assert end[Action("F", m, last)] - start[Action("F", m, last)] == 1.75
     assert simulation.total_time >= plain.total_time
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1"])
+@pytest.mark.parametrize(("processes", "num", "lists"), [(2, 4, 2), (3, 5, 2), (2, 3, 3)])
+def test_the_rows_of_several_lists_are_those_of_the_engine(name, processes, num, lists):
+    programs = Settings(schedule=name).programs(processes, num_lists=lists)
+    table = SCHEDULES[name].of(processes, num, SCHEDULES[name].chunks[1], lists)
+    driver = DriverCosts(0.5, 0.75, 0.25, [(0.125, 0.375)] * (lists - 1))
+    plain = simulate(table, placement=programs.placement)
+    simulation = simulate(table, ActionCosts(driver=driver), placement=programs.placement)
+    assert simulation.rows == [*programs.training[num].rows[:-1], programs.training[num].driver]
+    start, end = simulation.start, simulation.end
+    for first in programs.placement.firsts[1:]:
+        for m in range(num):
+            code, back = UserCode("b", m, first), UserCode("a", m, first)
+            assert end[code] - start[code] == 0.125 and end[back] - start[back] == 0.375
+            assert end[Action("F", m, first - 1)] <= start[code] and end[code] <= start[Action("F", m, first)]
+    assert simulation.total_time > plain.total_time
+    with pytest.raises(ValueError, match="between gives 1 pairs of costs for 1 lists"):
+        simulate(one_f_one_b(2, 2), ActionCosts(driver=DriverCosts(between=[(1.0, 1.0)])))
+
+
+def test_under_gpipe_each_list_waits_for_the_whole_batch():
+    """Two processes, two micro-batches: three forward passes in a row per list, then three backward passes of two."""
+    costs, placement = ActionCosts(forward=1.0, backward=2.0), loop(2).repeated(2)
+    simulation = simulate(gpipe(2, 2, 2), costs, placement=placement, at_once=True)
+    assert simulation.total_time == 3 + 3 + 6 + 6
+    whole = with_driver_between(simulation, DriverCosts(1.0, 3.0, 2.0, [(5.0, 7.0)]))
+    assert whole.total_time == 18 + 1 + 3 + 2 + 5 + 7
+    start, end = whole.start, whole.end
+    code, back = (next(step for step in whole.rows[1] if step[::2] == (part, 2)) for part in "ba")
+    assert (start[code], end[code], start[Action("F", 0, 2)]) == (4.0, 9.0, 9.0)
+    assert (start[back], end[back], start[Action("B", 1, 1)]) == (21.0, 28.0, 28.0)
+    assert end[Action("F", 1, 3)] == 1 + 3 + 5 + 3 + 3  # with the loss
+    busy = sum(end[step] - start[step] for step in end)
+    assert busy == 2 * 4 * 3 + 18 and whole.bubble_fraction == pytest.approx(1 - busy / 72)
 
 
 def test_memory_of_user_code():

@@ -70,6 +70,11 @@ def test_pictures_of_the_docstrings(make, processes, num):
     assert "\n".join(render(make(processes, num)).splitlines()) in cleandoc(make.__doc__).replace("    ", "")
 
 
+def test_picture_of_gpipe_with_two_lists():
+    simulation = simulate(gpipe(2, 2, 2), placement=loop(2).repeated(2), at_once=True)
+    assert render(simulation) in cleandoc(gpipe.__doc__).replace("    ", "")
+
+
 def test_actions_print_and_parse_as_those_of_torch():
     for kind in KINDS:
         action = Action(kind, 12, 3)
