@@ -45,8 +45,8 @@ class VerifiedJob:
         accumulated: Number of batches of each rank in each step.
         ranks: Number of ranks, among which batches are divided.
         seed: The seed of all random numbers.
-        blocks: Path of a list of blocks, ``None`` if it is found after ``configure_model``, and the number of blocks to
-            keep; ``None`` keeps all.
+        blocks: Paths of the lists of blocks as the user has given them, ``None`` to find them, and the number of blocks
+            to keep; ``None`` keeps all.
     """
 
     trainer_class: type
@@ -57,7 +57,7 @@ class VerifiedJob:
     accumulated: int = 1
     ranks: int = 1
     seed: int = 0
-    blocks: tuple[str | None, int] | None = None
+    blocks: tuple[str | Sequence[str] | None, int] | None = None
 
     @property
     def num_batches(self) -> int:
@@ -452,15 +452,15 @@ def main(folder: Path, names: Sequence[str]) -> None:
 
 def prepared_job(folder: Path, execution: Execution) -> VerifiedJob:
     """Return a job whose model has the requested number of blocks."""
-    from trainer.verification.blocks import is_built_later, shorten, shorten_when_built
+    from trainer.verification.blocks import is_built_later, lists_of, shorten, shorten_when_built
 
     job = read_job(folder)
     if job.blocks is not None:
-        path, number = job.blocks
-        if is_built_later(job.model, path):
-            shorten_when_built(job.model, path, number, is_pipeline=execution.is_pipeline)
+        given, number = job.blocks
+        if is_built_later(job.model, given):
+            shorten_when_built(job.model, given, number, is_pipeline=execution.is_pipeline)
         else:
-            shorten(job.model, str(path), number)
+            shorten(job.model, lists_of(job.model, given), number)
     return job
 
 

@@ -27,7 +27,7 @@ from strategies.lightning.compat import (
     is_overridden,
 )
 from strategies.lightning.options import Schedule
-from trainer.verification.blocks import check_blocks, is_built_later, path_of_list
+from trainer.verification.blocks import check_blocks, is_built_later, kept_blocks, lists_of
 from trainer.verification.certificate import Certificate, ReferenceRuns, certify
 from trainer.verification.compare import rounding_of
 from trainer.verification.launched_ranks import GRACE_SECONDS, LaunchedRanks, without_launch
@@ -178,14 +178,14 @@ def verify_run(
     arguments, notes = kept_arguments(given)
     shortened = None
     if blocks is not None:
-        path = verified.arguments.get("module")
-        if is_built_later(model, path):
+        given_lists = verified.arguments.get("module")
+        if is_built_later(model, given_lists):
             notes.append(f"Of the blocks that configure_model makes, only the first {blocks} were run.")
         else:
-            path = path_of_list(model, path, blocks)
-            check_blocks(model, path, blocks, verified.num_stages)
-            notes.append(f"Of the blocks of {path!r}, only the first {blocks} were run.")
-        shortened = path, blocks
+            lists = lists_of(model, given_lists)
+            check_blocks(model, lists, blocks, verified.num_stages)
+            notes.append(kept_blocks(model, lists, blocks))
+        shortened = given_lists, blocks
         if isinstance(verified.arguments.get("balance"), list | tuple):
             verified.arguments["balance"] = "even"
             notes.append("The layers were divided evenly, because the given balance counts all blocks.")

@@ -106,39 +106,39 @@ class Blocks(LightningModule):
 
 def test_a_shorter_list_of_blocks() -> None:
     model = Blocks()
-    shorten(model, "body.layers", 2)
+    shorten(model, [["body.layers"]], 2)
     assert [len(model.body.layers), model.body.num_layers, model.depth] == [2, 2, 7]
     assert list(dict(model.body.layers.named_children())) == ["0", "1"]
     mixed = Blocks()
     mixed.body.layers = nn.Sequential(nn.Embedding(3, 2), *mixed.body.layers, nn.Linear(2, 3))
-    shorten(mixed, "body.layers", 2)
+    shorten(mixed, [["body.layers"]], 2)
     assert [type(layer).__name__ for layer in mixed.body.layers] == ["Embedding", "Linear", "Linear", "Linear"]
     assert [layer.out_features for layer in list(mixed.body.layers)[1:]] == [2, 2, 3]
     with pytest.raises(
         MisconfigurationException, match=r"'body.layers' has 5 blocks that are alike in a row; give 1 to 5"
     ):
-        check_blocks(Blocks(), "body.layers", 6)
+        check_blocks(Blocks(), [["body.layers"]], 6)
     with pytest.raises(
         MisconfigurationException, match=r"leaves 1 layer in 'body.layers' for 3 stages; give at least 3"
     ):
-        check_blocks(Blocks(), "body.layers", 1, 3)
+        check_blocks(Blocks(), [["body.layers"]], 1, 3)
     with pytest.raises(MisconfigurationException, match="'body' of Blocks is Module"):
-        check_blocks(model, "body", 1)
+        check_blocks(model, [["body"]], 1)
     with pytest.raises(MisconfigurationException, match="'heads' of Blocks is not there"):
-        check_blocks(model, "heads", 1)
+        check_blocks(model, [["heads"]], 1)
 
 
 def test_layers_that_repeat_in_groups_are_shortened() -> None:
     model = Blocks()
     groups = [layer for _ in range(6) for layer in (nn.Linear(2, 2), nn.ReLU())]
     model.body.layers = nn.Sequential(nn.Linear(3, 2), *groups, nn.Linear(2, 4))
-    shorten(model, "body.layers", 2)
+    shorten(model, [["body.layers"]], 2)
     kinds = ["Linear", *["Linear", "ReLU"] * 2, "Linear"]
     assert [type(layer).__name__ for layer in model.body.layers] == kinds
     assert model.body.layers(torch.ones(1, 3)).shape == (1, 4)
     model.body.layers = nn.Sequential(nn.Linear(3, 2), *groups)
     with pytest.raises(MisconfigurationException, match="6 groups of 2 layers that are alike in a row; give 1 to 6"):
-        check_blocks(model, "body.layers", 7)
+        check_blocks(model, [["body.layers"]], 7)
 
 
 class Later(LightningModule):
