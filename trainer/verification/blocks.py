@@ -115,8 +115,8 @@ def kept_blocks(model: nn.Module, lists: Lists, number: int) -> str:
     found = {path: _repeated(list(attrgetter(path)(model))) for path in _paths_of(lists)}
     short = [path for path, own in found.items() if own.removed(number)]
     whole = [path for path, own in found.items() if not own.removed(number)]
-    note = f"Of the blocks of {' and '.join(map(repr, short))}, only the first {number} were run"
-    note += " of each." if len(short) > 1 else "."
+    of_each = " of each" if len(short) > 1 else ""
+    note = f"Of the blocks of {' and '.join(map(repr, short))}, only the first {number}{of_each} were run."
     if short and whole:
         note += f" All layers of {' and '.join(map(repr, whole))} were run."
     return note if short else "All blocks were run."

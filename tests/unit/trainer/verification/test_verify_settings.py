@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,14 @@ from verified_nets import VerifiedData, VerifiedNet, Writing
 
 from strategies import Recovery, RPCSequentialStrategy, ZeROStrategy
 from trainer import Trainer, verify
-from trainer.verification.blocks import check_blocks, is_built_later, shorten, shorten_when_built
+from trainer.verification.blocks import (
+    check_blocks,
+    is_built_later,
+    kept_blocks,
+    lists_of,
+    shorten,
+    shorten_when_built,
+)
 from trainer.verification.certificate import EQUAL, WRONG, Certificate, FirstDifference
 from trainer.verification.certificate_report import as_dict, lines_of, print_certificate, write_certificate
 from trainer.verification.compare import rounding_of
@@ -139,6 +147,33 @@ def test_layers_that_repeat_in_groups_are_shortened() -> None:
     model.body.layers = nn.Sequential(nn.Linear(3, 2), *groups)
     with pytest.raises(MisconfigurationException, match="6 groups of 2 layers that are alike in a row; give 1 to 6"):
         check_blocks(model, [["body.layers"]], 7)
+
+
+class TwoLists(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = Blocks().body, Blocks().body
+        del self.decoder.layers[3:]
+        self.config = SimpleNamespace(num_layers=5, num_decoder_layers=3)
+
+
+def test_each_of_several_lists_is_shortened() -> None:
+    model, lists = TwoLists(), [["encoder.layers"], ["decoder.layers"]]
+    assert lists_of(model, ["encoder.layers", "decoder.layers"]) == (("encoder.layers",), ("decoder.layers",))
+    said = "Of the blocks of 'encoder.layers' and 'decoder.layers', only the first 2 of each were run."
+    assert kept_blocks(model, lists, 2) == said
+    assert kept_blocks(model, lists, 4) == (
+        "Of the blocks of 'encoder.layers', only the first 4 were run. All layers of 'decoder.layers' were run."
+    )
+    shorten(model, lists, 2)
+    assert [len(model.encoder.layers), len(model.decoder.layers)] == [2, 2]
+    assert vars(model.config) == {"num_layers": 2, "num_decoder_layers": 2}
+    with pytest.raises(MisconfigurationException, match=r"at most 5 blocks that are alike in a row; give 1 to 5"):
+        check_blocks(TwoLists(), lists, 6)
+    with pytest.raises(
+        MisconfigurationException, match=r"leaves 1 layer in 'encoder.layers' for 3 stages; give at least 3"
+    ):
+        check_blocks(TwoLists(), lists, 1, 3)
 
 
 class Later(LightningModule):
