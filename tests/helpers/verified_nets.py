@@ -35,6 +35,17 @@ class Counting(nn.Module):
         return x
 
 
+class CountingDropout(Counting):
+    """Dropout, which counts the rows that it has seen in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = 0.3
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(x), self.dropout, self.training)
+
+
 class Noise(nn.Module):
     """Adds noise of numpy."""
 
@@ -97,6 +108,7 @@ class VerifiedNet(LightningModule):
         "dropout": lambda: nn.Dropout(0.3),
         "batch norm": lambda: nn.BatchNorm1d(WIDTH),
         "dropout and batch norm": lambda: nn.Sequential(nn.Dropout(0.3), nn.BatchNorm1d(WIDTH)),
+        "dropout and counting": CountingDropout,
         "counting": Counting,
         "numpy": Noise,
         **{kind: partial(WorkerFault, kind) for kind in ("scaled", "rows left out", "late", "failing")},

@@ -15,46 +15,77 @@ from strategies.lightning.compat import LightningModule, MisconfigurationExcepti
 from strategies.lightning.features.construction import ModelConstruction
 from strategies.lightning.partitioning import find_path
 
-_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_blocks", "depth")
+_COUNTS = (
+    *("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_blocks", "depth"),
+    *("num_decoder_layers", "encoder_layers", "decoder_layers"),
+)
 """Attributes of a configuration, or of a module that contains blocks, that hold the number of blocks."""
 
+Lists = Sequence[Sequence[str]]
+"""The paths of the parts of each list of blocks; a list that is not divided has one part."""
 
-def check_blocks(model: nn.Module, path: str, number: int, num_stages: int = 1) -> None:
-    """Check that a list of blocks can be shortened, and that enough layers for all stages remain.
+
+def check_blocks(model: nn.Module, lists: Lists, number: int, num_stages: int = 1) -> None:
+    """Check that lists of blocks can be shortened, and that enough layers of each list for all stages remain.
 
     Raises:
-        MisconfigurationException: If the list cannot be shortened.
+        MisconfigurationException: If the lists cannot be shortened.
     """
-    blocks = dict(model.named_modules()).get(path)
-    if not isinstance(blocks, nn.ModuleList | nn.Sequential):
+    modules, paths = dict(model.named_modules()), _paths_of(lists)
+    named = " and ".join(map(repr, paths))
+    for path in paths:
+        blocks = modules.get(path)
+        if not isinstance(blocks, nn.ModuleList | nn.Sequential):
+            raise MisconfigurationException(
+                f"blocks={number} shortens an nn.ModuleList or nn.Sequential, but {path!r} of {type(model).__name__} "
+                f"is {'not there' if blocks is None else type(blocks).__name__}. Leave blocks out."
+            )
+    layers = {path: list(cast(nn.ModuleList, modules[path])) for path in paths}
+    found = {path: _repeated(own) for path, own in layers.items()}
+    most = max(found.values(), key=lambda each: each.number)
+    if most.number < 2:
         raise MisconfigurationException(
-            f"blocks={number} shortens an nn.ModuleList or nn.Sequential, but {path!r} of {type(model).__name__} is "
-            f"{'not there' if blocks is None else type(blocks).__name__}. Leave blocks out."
+            f"blocks={number} keeps some of the blocks that {named} repeats, but no two of its "
+            f"{sum(map(len, layers.values()))} layers in a row are alike. Leave blocks out, and verify a smaller model "
+            "of the same classes."
         )
-    found = _repeated(list(blocks))
-    if found.number < 2:
+    if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= most.number:
+        kind = "blocks that are alike" if most.length == 1 else f"groups of {most.length} layers that are alike"
         raise MisconfigurationException(
-            f"blocks={number} keeps some of the blocks that {path!r} repeats, but no two of its {len(blocks)} layers "
-            "in a row are alike. Leave blocks out, and verify a smaller model of the same classes."
+            f"blocks={number}, but {named} has {'at most ' * (len(paths) > 1)}{most.number} {kind} in a row; give 1 to "
+            f"{most.number}."
         )
-    if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= found.number:
-        kind = "blocks that are alike" if found.length == 1 else f"groups of {found.length} layers that are alike"
-        raise MisconfigurationException(
-            f"blocks={number}, but {path!r} has {found.number} {kind} in a row; give 1 to {found.number}."
-        )
-    if (left := len(blocks) - (found.number - number) * found.length) < num_stages:
-        raise MisconfigurationException(
-            f"blocks={number} leaves {left} {'layer' if left == 1 else 'layers'} in {path!r} for {num_stages} stages; "
-            f"give at least {number + -(-(num_stages - left) // found.length)}."
-        )
+    for parts in lists:
+        if (left := sum(len(layers[path]) - found[path].removed(number) for path in parts)) < num_stages:
+            least = next(
+                more
+                for more in range(number, most.number + 2)
+                if sum(len(layers[path]) - found[path].removed(more) for path in parts) >= num_stages
+                or more > most.number
+            )
+            way = f"give at least {least}" if least <= most.number else "leave blocks out, and give fewer stages"
+            raise MisconfigurationException(
+                f"blocks={number} leaves {left} {'layer' if left == 1 else 'layers'} in "
+                f"{' and '.join(map(repr, parts))} for {num_stages} stages; {way}."
+            )
 
 
-def shorten(model: nn.Module, path: str, number: int) -> None:
-    """Keep the first ``number`` of the equal blocks and all layers before and after them, and adjust the counts."""
-    check_blocks(model, path, number)
+def shorten(model: nn.Module, lists: Lists, number: int) -> None:
+    """Keep the first ``number`` of the equal blocks of each part of each list, and adjust the counts.
+
+    All layers before and after these blocks stay. A part with fewer equal blocks keeps all of them.
+    """
+    check_blocks(model, lists, number)
+    for path in _paths_of(lists):
+        _shorten(model, path, number)
+
+
+def _shorten(model: nn.Module, path: str, number: int) -> None:
     blocks = cast(nn.ModuleList, attrgetter(path)(model))
     layers = dict(blocks._modules)
     found = _repeated(list(blocks))
+    if not found.removed(number):
+        return
     for name in list(layers)[found.start + number * found.length : found.start + found.number * found.length]:
         del layers[name]
     numbered = all(name.isdecimal() for name in layers)
@@ -68,54 +99,63 @@ def shorten(model: nn.Module, path: str, number: int) -> None:
                 setattr(holder, name, number)
 
 
-def path_of_list(model: LightningModule, path: str | None, number: int) -> str:
-    """Return the path of the one list of blocks.
+def lists_of(model: LightningModule, given: str | Sequence[str] | None) -> Lists:
+    """Return the paths of the lists of blocks that are pipelined.
 
     Args:
         model: The model.
-        path: The path of the list; ``None`` to find it.
-        number: The number of blocks to keep, for the message.
-
-    Raises:
-        MisconfigurationException: If there is no list, or if several lists are pipelined.
+        given: The path or paths that the user has given; ``None`` to find them.
     """
-    found = path or find_path(model, None, 2)
-    if not isinstance(found, str):
-        raise MisconfigurationException(
-            f"blocks={number} keeps the first blocks of one list, but several lists are pipelined, {found}. Leave "
-            "blocks out, or name one of them by module=..."
-        )
-    return found
+    found = find_path(model, given, 2, several=True)
+    return ((found,),) if isinstance(found, str) else found
 
 
-def is_built_later(model: LightningModule, path: str | None) -> bool:
-    """Return whether ``configure_model`` makes the list of blocks, because it does not exist yet."""
+def kept_blocks(model: nn.Module, lists: Lists, number: int) -> str:
+    """Return a note about the blocks that are kept."""
+    found = {path: _repeated(list(attrgetter(path)(model))) for path in _paths_of(lists)}
+    short = [path for path, own in found.items() if own.removed(number)]
+    whole = [path for path, own in found.items() if not own.removed(number)]
+    of_each = " of each" if len(short) > 1 else ""
+    note = f"Of the blocks of {' and '.join(map(repr, short))}, only the first {number}{of_each} were run."
+    if short and whole:
+        note += f" All layers of {' and '.join(map(repr, whole))} were run."
+    return note if short else "All blocks were run."
+
+
+def _paths_of(lists: Lists) -> list[str]:
+    return [path for parts in lists for path in parts]
+
+
+def is_built_later(model: LightningModule, given: str | Sequence[str] | None) -> bool:
+    """Return whether ``configure_model`` makes a list of blocks, because it does not exist yet."""
     if not is_overridden("configure_model", model):
         return False
     try:
-        return find_path(model, path, 2) not in dict(model.named_modules())
+        return not set(_paths_of(lists_of(model, given))) <= set(dict(model.named_modules()))
     except MisconfigurationException:
         return True
 
 
-def shorten_when_built(model: LightningModule, path: str | None, number: int, *, is_pipeline: bool) -> None:
-    """Shorten the list of blocks at the end of ``configure_model``; blocks that are left out get no memory.
+def shorten_when_built(
+    model: LightningModule, given: str | Sequence[str] | None, number: int, *, is_pipeline: bool
+) -> None:
+    """Shorten the lists of blocks at the end of ``configure_model``; blocks that are left out get no memory.
 
     Args:
         model: The model.
-        path: The path of the list; ``None`` to find it.
+        given: The path or paths of the lists; ``None`` to find them.
         number: The number of blocks to keep.
         is_pipeline: Whether the strategy is a pipeline, whose stages build their layers.
     """
     original = model.configure_model
 
     def configure_model(self: LightningModule) -> None:
-        if not is_built_later(self, path):  # in an earlier call
+        if not is_built_later(self, given):  # in an earlier call
             return original()
         construction = ModelConstruction(None)
         with nullcontext() if is_pipeline else construction.recording():
             original()
-        shorten(self, path_of_list(self, path, number), number)
+        shorten(self, lists_of(self, given), number)
         if not is_pipeline:
             construction.builder(self)(list(self.modules()))
         return None
@@ -135,6 +175,10 @@ class _Repeated(NamedTuple):
     start: int
     number: int
     length: int
+
+    def removed(self, number: int) -> int:
+        """Return the number of layers that are left out if ``number`` groups are kept."""
+        return max(0, self.number - number) * self.length
 
 
 def _repeated(layers: Sequence[nn.Module]) -> _Repeated:

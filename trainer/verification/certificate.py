@@ -54,6 +54,7 @@ class Certificate:
         strategy: The strategy, for messages.
         reference: The run with which the strategy was compared.
         rounding: The allowed differences.
+        steps: Number of steps that were compared.
         largest: For each part that was compared, the number of values, the largest relative difference and its limit.
         explained: The largest relative difference that micro-batches alone cause in one process, if measured.
         reasons: Why results differ, and the option that changes this.
@@ -66,6 +67,7 @@ class Certificate:
     strategy: str
     reference: str
     rounding: Rounding
+    steps: int = 0
     largest: dict[str, tuple[int, float, float]] = field(default_factory=dict)
     explained: float | None = None
     reasons: list[str] = field(default_factory=list)
@@ -78,23 +80,32 @@ class Certificate:
         """Whether the verdict is not ``"wrong"``."""
         return self.verdict != WRONG
 
+    @property
+    def differs_in_buffers_only(self) -> bool:
+        """Whether all differences are in buffers, or in results after training that depend on buffers."""
+        return {part for part, (_, _, in_limits) in self.largest.items() if in_limits > 1} <= _OF_BUFFERS
+
 
 @dataclass(frozen=True)
 class ReferenceRuns:
     """The runs with which a strategy is compared.
 
     Attributes:
-        one: The run in one process.
+        one: The run in one process. If it was stopped after the forward pass of the first batch, it only describes the
+            model.
         micro: The run in one process with the same micro-batches, in plain PyTorch; ``None`` if this is impossible.
         stage: The run of the strategy with one stage; ``None`` if it was not run.
         divided: Two runs in one process that differ by micro-batches only, to measure rounding; by default ``micro``
             and ``one``.
+        ignores_buffers: Whether buffers that depend on BatchNorm over micro-batches are not compared, because another
+            comparison does this.
     """
 
     one: RunRecord
     micro: RunRecord | None = None
     stage: RunRecord | None = None
     divided: tuple[RunRecord, RunRecord] | None = None
+    ignores_buffers: bool = False
 
     def measured(self, rounding: Rounding) -> tuple[Rounding, float | None]:
         """Return the limits, and the relative difference of gradients that micro-batches alone cause, if measured."""
@@ -105,6 +116,9 @@ class ReferenceRuns:
         explained = max((each.in_limits for each in found if each.part == "gradients"), default=0.0)
         return rounding.measured(max(each.in_limits for each in found)), explained * rounding.relative
 
+
+_OF_BUFFERS = {"buffers", "checkpoint", "validation", "predict"}
+"""Buffers, and results after training that depend on them."""
 
 _OF_TRAINING = ("losses", "gradients", "global norm", "parameters", "optimizer states")
 """The parts that show how much rounding changes a training."""
@@ -133,6 +147,7 @@ def certify(
             strategy or actual.name,
             reference.name,
             rounding,
+            steps=min(len(actual.steps), len(reference.steps)),
             largest=_largest_of(compared),
             explained=explained,
             reasons=list(reasons),
@@ -140,44 +155,55 @@ def certify(
             facts=dict(actual.facts),
         )
 
-    of_ranks = [_FIRST_BUFFERS] if one.keeps_first_buffers else []
-    with_one = findings(actual, one, rounding)
-    if not wrong_ones(with_one):
+    of_ranks = [_FIRST_BUFFERS] if one.keeps_first_buffers or (micro and micro.keeps_first_buffers) else []
+    has_one = one.stopped_after != 0
+    with_one = findings(actual, one, rounding) if has_one else []
+    if has_one and not wrong_ones(with_one):
         return certificate(one, DOCUMENTED if of_ranks else EQUAL, with_one, of_ranks)
     with_stage = None if stage is None else findings(actual, stage, rounding)
     if one.is_random and stage is not None and with_stage is not None and not wrong_ones(with_stage):
         return certificate(stage, DOCUMENTED, with_stage, [_of_random_layers(one), *of_ranks])
     if micro is not None:
-        with_micro = findings(actual, micro, rounding)
-        if not _wrong_but_logged(with_micro):
-            logged = list(dict.fromkeys(each.name for each in wrong_ones(with_one) if each.part == "logged values"))
-            with_micro = [
-                each
-                for each in with_micro
-                if each.part != "logged values" or (each.name not in logged and not is_missing(each.expected))
-            ]
-            if not _wrong_but_logged(with_one):
+        with_micro = [  # it has only values that are logged as means
+            each
+            for each in findings(actual, micro, rounding)
+            if each.part != "logged values" or not is_missing(each.expected)
+        ]
+        logged = list(dict.fromkeys(each.name for each in wrong_ones(with_one) if each.part == "logged values"))
+        are_logged = has_one and not _wrong_but_logged(with_one)
+        if not (
+            wrong_ones(with_micro) or _starts_later(actual, one, micro, rounding) or (are_logged and is_whole_loss)
+        ):
+            if are_logged:
                 reasons = [_of_logged(logged)]
-            elif _are_of_buffers(with_one) and not one.norm_layers:
+            elif has_one and _are_of_buffers(with_one) and not one.norm_layers:
                 reasons = [_PER_PASS]
             else:
                 reasons = reasons_of(one, is_whole_loss=is_whole_loss)
             return certificate(micro, DOCUMENTED, with_micro, reasons + of_ranks)
+        if one.norm_layers and references.ignores_buffers and _are_of_buffers(with_micro):
+            with_micro = [each for each in with_micro if each.part not in _OF_BUFFERS]
+            return certificate(
+                micro, DOCUMENTED, with_micro, [*reasons_of(one, is_whole_loss=is_whole_loss), *of_ranks]
+            )
     if one.norm_layers and stage is not None and with_stage is not None and not wrong_ones(with_stage):
         return certificate(stage, DOCUMENTED, with_stage, reasons_of(one, is_whole_loss=is_whole_loss))
     recomputes = actual.facts.get("recomputed", "never") != "never"
     if recomputes and stage is not None and with_stage is not None and not wrong_ones(with_stage):
-        others = [with_one, *([] if micro is None else [with_micro])]
+        others = [*([with_one] if has_one else []), *([] if micro is None else [with_micro])]
         if any(map(_are_of_buffers, others)):
             return certificate(stage, DOCUMENTED, with_stage, [_PER_PASS, *of_ranks])
     reference = one
     if one.is_random and stage is not None:
         reference = stage
-    elif micro is not None and (one.norm_layers or not is_whole_loss):
+    elif micro is not None and (one.norm_layers or not is_whole_loss or not has_one):
         reference = micro
+    elif stage is not None and not has_one:
+        reference = stage
     compared = findings(actual, reference, rounding)
     result = certificate(reference, WRONG, compared)
-    result.origin = origin_of(compared, actual, reference, one)
+    if wrong_ones(compared):  # there are none if the reference was stopped before its first step
+        result.origin = origin_of(compared, actual, reference, one)
     return result
 
 
@@ -187,8 +213,19 @@ def wrong_ones(compared: Iterable[Finding]) -> list[Finding]:
 
 
 def _wrong_but_logged(compared: Iterable[Finding]) -> list[Finding]:
-    """Return the wrong values without logged values: the reference has only values that are logged as means."""
+    """Return the wrong values without logged values."""
     return [each for each in wrong_ones(compared) if each.part != "logged values"]
+
+
+def _starts_later(actual: RunRecord, one: RunRecord, micro: RunRecord, rounding: Rounding) -> bool:
+    """Return whether ``actual`` is equal to one process for as many steps as ``micro`` has made.
+
+    What differs only later is not explained by micro-batches.
+    """
+    number = micro.stopped_after
+    if number is None or number == actual.stopped_after or one.stopped_after == 0:
+        return False
+    return not wrong_ones(findings(actual.first(number), one.first(number), rounding))
 
 
 def _largest_of(compared: Sequence[Finding]) -> dict[str, tuple[int, float, float]]:
@@ -217,7 +254,7 @@ _PER_PASS = (
 
 def _are_of_buffers(compared: Iterable[Finding]) -> bool:
     """Return whether all differences are in buffers, or in results after training that depend on buffers."""
-    return {each.part for each in wrong_ones(compared)} <= {"buffers", "checkpoint", "validation", "predict"}
+    return {each.part for each in wrong_ones(compared)} <= _OF_BUFFERS
 
 
 def _of_random_layers(one: RunRecord) -> str:

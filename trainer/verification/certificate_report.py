@@ -18,6 +18,7 @@ def as_dict(certificate: Certificate) -> dict[str, Any]:
         "verdict": certificate.verdict,
         "strategy": certificate.strategy,
         "reference": certificate.reference,
+        "steps": certificate.steps,
         "precision": certificate.rounding.described,
         "limit_is_measured": certificate.rounding.is_measured,
         "limit": certificate.rounding.relative,
@@ -53,7 +54,11 @@ def print_certificate(certificate: Certificate) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=100)
-    title = f"{certificate.strategy}, compared with {certificate.reference} in {certificate.rounding.described}"
+    number = certificate.steps
+    title = (
+        f"{certificate.strategy}, compared with {certificate.reference} in {certificate.rounding.described} over "
+        f"{number} {'step' if number == 1 else 'steps'}"
+    )
     console.print(title, markup=False, highlight=False, soft_wrap=True)
     shown = Table(box=box.SIMPLE_HEAD)
     shown.add_column("compared")

@@ -141,11 +141,16 @@ class Finding:
 def findings(actual: RunRecord, expected: RunRecord, rounding: Rounding) -> list[Finding]:
     """Return all values of two runs with their differences, in causal order.
 
+    If one of the runs was stopped earlier, only the steps that both were to make are compared.
+
     Args:
         actual: The results of the strategy.
         expected: The results of the reference.
         rounding: The allowed differences.
     """
+    if actual.stopped_after != expected.stopped_after:
+        number = min(each.stopped_after for each in (actual, expected) if each.stopped_after is not None)
+        actual, expected = actual.first(number), expected.first(number)
     return list(_Comparison(actual, expected, rounding).all())
 
 

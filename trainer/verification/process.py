@@ -25,6 +25,8 @@ import torch
 from torch.nn.utils.parametrize import is_parametrized
 
 _JOB, _PATHS, _BATCHES = "job.pickle", "paths.pickle", "batches.pickle"
+_RANDOM = "layers-are-random"
+"""Is there if layers draw random numbers in one process."""
 _LOOK_SECONDS = 0.5
 _STARTER = "RELAY_VERIFY_STARTER"
 """The environment variable with the id of the process that has started this process."""
@@ -43,8 +45,8 @@ class VerifiedJob:
         accumulated: Number of batches of each rank in each step.
         ranks: Number of ranks, among which batches are divided.
         seed: The seed of all random numbers.
-        blocks: Path of a list of blocks, ``None`` if it is found after ``configure_model``, and the number of blocks to
-            keep; ``None`` keeps all.
+        blocks: Paths of the lists of blocks as the user has given them, ``None`` to find them, and the number of blocks
+            to keep; ``None`` keeps all.
     """
 
     trainer_class: type
@@ -55,7 +57,7 @@ class VerifiedJob:
     accumulated: int = 1
     ranks: int = 1
     seed: int = 0
-    blocks: tuple[str | None, int] | None = None
+    blocks: tuple[str | Sequence[str] | None, int] | None = None
 
     @property
     def num_batches(self) -> int:
@@ -78,6 +80,9 @@ class Execution:
             in order.
         reads_gradients: Whether a hook before the optimizer's step reads gradients.
         drops_nothing: Whether all dropout layers have a probability of 0.
+        steps: Number of optimizer steps; ``None`` for that of the job.
+        steps_if_random: Number of optimizer steps if layers draw random numbers in one process; ``None`` for ``steps``.
+        needless_if: Attributes of a record. If one of them is true after the first forward pass, the run ends there.
         is_of_all_ranks: Whether all ranks run it, if a launcher such as torchrun has started ranks.
     """
 
@@ -90,6 +95,9 @@ class Execution:
     max_tokens: int | None = None
     reads_gradients: bool = True
     drops_nothing: bool = False
+    steps: int | None = None
+    steps_if_random: int | None = None
+    needless_if: tuple[str, ...] = ()
     is_of_all_ranks: bool = False
 
     @property
@@ -169,10 +177,11 @@ def read_failure(folder: Path, name: str) -> FailedRun | None:
     return FailedRun(*pickle.loads(path.read_bytes())) if path.exists() else None
 
 
-def steps_done(folder: Path, name: str) -> int:
-    """Return the number of steps that an execution has made."""
+def steps_done(folder: Path, name: str) -> tuple[int, int | None]:
+    """Return the number of steps that an execution has made, and the number that it makes, once it is known."""
     path = _file(folder, name, "steps")
-    return int(path.read_text() or 0) if path.exists() else 0
+    done = path.read_text().split() if path.exists() else []
+    return (int(done[0]), int(done[1])) if len(done) == 2 else (0, None)
 
 
 @contextmanager
@@ -237,6 +246,7 @@ def run_execution(folder: Path, job: VerifiedJob, execution: Execution, drawn: D
     from trainer.verification.record import leaves
     from trainer.verification.recorder import NOT_COMPARED, GradientsRecorder, ValuesRecorder
     from trainer.verification.reference import (
+        NeedlessRun,
         note_logs,
         number_batches_of_ranks,
         run_microbatches,
@@ -245,9 +255,11 @@ def run_execution(folder: Path, job: VerifiedJob, execution: Execution, drawn: D
     )
 
     alone, progress = execution.strategy is None, _file(folder, execution.name, "steps")
+    is_random = (folder / _RANDOM).exists()
+    steps = (execution.steps_if_random if is_random else None) or execution.steps or job.steps
 
     def advance(step: int) -> None:
-        progress.write_text(str(step))
+        progress.write_text(f"{step} {steps}")
 
     kind = GradientsRecorder if execution.reads_gradients else ValuesRecorder
     own = folder / _stem(execution.name)
@@ -257,6 +269,7 @@ def run_execution(folder: Path, job: VerifiedJob, execution: Execution, drawn: D
         job.seed,
         own,
         ranks=job.ranks if alone else 1,
+        steps=steps if steps < job.steps else None,
         advance=advance,
     )
     trainer = trainer_of_run(folder, job, execution, [callback])
@@ -276,13 +289,16 @@ def run_execution(folder: Path, job: VerifiedJob, execution: Execution, drawn: D
             )
         if job.ranks > 1:
             note_logs(job.model, callback.record)
-        watch_first_step(job.model, callback.record)
+        watch_first_step(job.model, callback.record, execution.needless_if)
     source = job.data if isinstance(job.data, LightningDataModule) else pl.LightningDataModule()
     _give(source, drawn, trainer, validations=job.ranks if alone else 1)
     pl.seed_everything(job.seed, verbose=False)
-    trainer.fit(job.model, datamodule=source)
     record = callback.record
     record.notes += drawn.notes
+    try:
+        trainer.fit(job.model, datamodule=source)
+    except NeedlessRun:
+        return record
     if (path := record.facts.pop("checkpoint", None)) is not None:
         record.checkpoint = {
             key: value
@@ -410,7 +426,6 @@ def main(folder: Path, names: Sequence[str]) -> None:
     sys.path[:] = pickle.loads((folder / _PATHS).read_bytes())
     _watch_starter()
     warnings.filterwarnings("ignore")
-    is_random = False
     for name in names:
         try:
             execution: Execution = pickle.loads(_file(folder, name, "execution").read_bytes())
@@ -422,11 +437,10 @@ def main(folder: Path, names: Sequence[str]) -> None:
                 partial.write_bytes(cloudpickle.dumps(draw_batches(trainer, job)))
                 partial.replace(folder / _BATCHES)
             drawn: DrawnBatches = pickle.loads((folder / _BATCHES).read_bytes())
-            if is_random and execution.microbatches is not None and not execution.drops_nothing:
-                continue  # masks of micro-batches are different ones
             record = run_execution(folder, prepared_job(folder, execution), execution, drawn)
             rank = int(os.environ.get("LOCAL_RANK", 0)) if execution.strategy is not None else 0
-            is_random = is_random or (execution.strategy is None and record.is_random)
+            if execution.strategy is None and record.is_random:
+                (folder / _RANDOM).touch()
             torch.save(record, folder / f"{_stem(name)}.{rank}.record")
         except Exception as error:
             if int(os.environ.get("LOCAL_RANK", 0)) == 0:
@@ -438,15 +452,15 @@ def main(folder: Path, names: Sequence[str]) -> None:
 
 def prepared_job(folder: Path, execution: Execution) -> VerifiedJob:
     """Return a job whose model has the requested number of blocks."""
-    from trainer.verification.blocks import is_built_later, shorten, shorten_when_built
+    from trainer.verification.blocks import is_built_later, lists_of, shorten, shorten_when_built
 
     job = read_job(folder)
     if job.blocks is not None:
-        path, number = job.blocks
-        if is_built_later(job.model, path):
-            shorten_when_built(job.model, path, number, is_pipeline=execution.is_pipeline)
+        given, number = job.blocks
+        if is_built_later(job.model, given):
+            shorten_when_built(job.model, given, number, is_pipeline=execution.is_pipeline)
         else:
-            shorten(job.model, str(path), number)
+            shorten(job.model, lists_of(job.model, given), number)
     return job
 
 

@@ -59,6 +59,8 @@ class RunRecord:
         checkpoint: Every leaf of the checkpoint that is written at the end.
         left_out: Names of logged values that are not compared.
         has_gradients: Whether gradients could be read between the backward pass and the step.
+        stopped_after: The number of steps after which the run was stopped, as requested; 0 after the forward pass of
+            the first batch; ``None`` if it made all steps.
         order: Names of parameters in the order in which the backward pass completes their gradients.
         buffers: The names in ``initial`` that are buffers.
         stage_of: The stage of each parameter and buffer, if the model is divided.
@@ -84,6 +86,7 @@ class RunRecord:
     checkpoint: Values = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     has_gradients: bool = True
+    stopped_after: int | None = None
     order: list[str] = field(default_factory=list)
     buffers: list[str] = field(default_factory=list)
     stage_of: dict[str, str] = field(default_factory=dict)
@@ -100,6 +103,21 @@ class RunRecord:
     def is_random(self) -> bool:
         """Whether layers draw random numbers in training."""
         return any(self.draws.values())
+
+    def first(self, number: int) -> "RunRecord":
+        """Return the record of the first steps, without the results that follow the last step."""
+        batches = number * max(1, len(self.losses) // max(1, len(self.steps)))
+        return replace(
+            self,
+            losses=self.losses[:batches],
+            steps=self.steps[:number],
+            logged=self.logged[:batches],
+            logged_of_epoch=[],
+            validation={},
+            predictions={},
+            checkpoint={},
+            stopped_after=number,
+        )
 
 
 def merged(records: Sequence[RunRecord], accumulated: int = 1) -> RunRecord:
@@ -127,7 +145,7 @@ def merged(records: Sequence[RunRecord], accumulated: int = 1) -> RunRecord:
 
 def with_logs_of_ranks(record: RunRecord, ranks: int) -> RunRecord:
     """Return the record of one process that ran the batches of all ranks, with the logged values of the ranks."""
-    if record.calls is None:
+    if record.calls is None or record.stopped_after == 0:
         return record
     epoch = record.logged_of_epoch[0] if record.logged_of_epoch else {}
     found = logged_of_ranks(record.calls, ranks, record.logged, epoch)

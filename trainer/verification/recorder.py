@@ -43,13 +43,21 @@ class ValuesRecorder(Callback):
         seed: Together with the number of a batch, it seeds the random numbers of this batch.
         folder: The folder for the temporary checkpoint.
         ranks: Number of ranks among which batches are divided, if one process runs the batches of all ranks.
+        steps: Number of steps after which the run stops early; ``None`` to make all steps.
         advance: Called after each step.
     """
 
     def __init__(
-        self, name: str, seed: int, folder: Path, *, ranks: int = 1, advance: Callable[[int], None] | None = None
+        self,
+        name: str,
+        seed: int,
+        folder: Path,
+        *,
+        ranks: int = 1,
+        steps: int | None = None,
+        advance: Callable[[int], None] | None = None,
     ) -> None:
-        self.record = RunRecord(name, has_gradients=False)
+        self.record = RunRecord(name, has_gradients=False, stopped_after=steps)
         self._seed, self._folder, self._ranks, self._advance = seed, folder, ranks, advance
         self._step: StepRecord | None = None
         self._num_steps = 0
@@ -87,6 +95,8 @@ class ValuesRecorder(Callback):
             self._num_steps = trainer.global_step
             if self._advance is not None:
                 self._advance(self._num_steps)
+            if self.record.stopped_after is not None and self._num_steps >= self.record.stopped_after:
+                trainer.should_stop = True  # max_steps is that of all runs, because schedules may depend on it
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, *_: Any

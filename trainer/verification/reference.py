@@ -35,8 +35,21 @@ DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 _Log = dict[str, list[tuple[float, Any, dict[str, Any]]]]
 
 
-def watch_first_step(model: LightningModule, record: RunRecord) -> None:
-    """Record, in the first call of ``training_step``, what only a run in one process can observe."""
+class NeedlessRun(Exception):
+    """Ends a run whose first forward pass shows that its results are not needed."""
+
+
+def watch_first_step(model: LightningModule, record: RunRecord, needless_if: Sequence[str] = ()) -> None:
+    """Record, in the first call of ``training_step``, what only a run in one process can observe.
+
+    Args:
+        model: The model.
+        record: The record that receives the observations.
+        needless_if: Attributes of the record. If one of them is true after the first call, the call raises.
+
+    Raises:
+        NeedlessRun: In the first call of ``training_step``.
+    """
     original = model.training_step
 
     @functools.wraps(original)
@@ -48,6 +61,13 @@ def watch_first_step(model: LightningModule, record: RunRecord) -> None:
         with watch.forward():
             result = original(*args, **kwargs)
         watch.end_of_forward()
+        if any(getattr(record, name) for name in needless_if):
+            while release:
+                release.pop()()
+            loss = result.get("loss") if isinstance(result, Mapping) else result
+            record.losses = [float(loss) if isinstance(loss, Tensor | float) else None]
+            record.stopped_after = 0
+            raise NeedlessRun
         return result
 
     @functools.wraps(model.on_train_batch_end)

@@ -12,6 +12,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from strategies.lightning.compat import (
     READING_CALLBACKS,
     Callback,
@@ -25,7 +27,7 @@ from strategies.lightning.compat import (
     is_overridden,
 )
 from strategies.lightning.options import Schedule
-from trainer.verification.blocks import check_blocks, is_built_later, path_of_list
+from trainer.verification.blocks import check_blocks, is_built_later, kept_blocks, lists_of
 from trainer.verification.certificate import Certificate, ReferenceRuns, certify
 from trainer.verification.compare import rounding_of
 from trainer.verification.launched_ranks import GRACE_SECONDS, LaunchedRanks, without_launch
@@ -176,14 +178,14 @@ def verify_run(
     arguments, notes = kept_arguments(given)
     shortened = None
     if blocks is not None:
-        path = verified.arguments.get("module")
-        if is_built_later(model, path):
+        given_lists = verified.arguments.get("module")
+        if is_built_later(model, given_lists):
             notes.append(f"Of the blocks that configure_model makes, only the first {blocks} were run.")
         else:
-            path = path_of_list(model, path, blocks)
-            check_blocks(model, path, blocks, verified.num_stages)
-            notes.append(f"Of the blocks of {path!r}, only the first {blocks} were run.")
-        shortened = path, blocks
+            lists = lists_of(model, given_lists)
+            check_blocks(model, lists, blocks, verified.num_stages)
+            notes.append(kept_blocks(model, lists, blocks))
+        shortened = given_lists, blocks
         if isinstance(verified.arguments.get("balance"), list | tuple):
             verified.arguments["balance"] = "even"
             notes.append("The layers were divided evenly, because the given balance counts all blocks.")
@@ -225,87 +227,141 @@ def _certified(
     wished = "64-true" if precision in _IN_FLOAT64 and not given.get("plugins") else None
     number = verified.arguments.get("microbatches", 8) if verified.is_pipeline else None
     has_micro = verified.is_pipeline and model.automatic_optimization
-    micro = Execution(
-        "one process with the same micro-batches",
-        precision=wished,
-        microbatches=number if isinstance(number, int) else None,
-        by_tokens=verified.counts_tokens,
-        max_tokens=verified.arguments.get("microbatch_tokens"),
-    )
+    with_masks, without_masks = steps_of_random_layers(runs.steps)
     one, own = Execution("one process", precision=wished), verified.run(wished)
-    # In float64, rounding needs no measurement, and micro-batches run only if the strategy differs from one process.
-    is_measured = wished is None and has_micro and micro.microbatches is not None
-    together = [*([micro] if is_measured else []), own]
-    failed = runs.run([one, *together])
+    if verified.is_pipeline:  # whose masks and whose BatchNorm are not those of one process
+        of_microbatches = ["norm_layers"] if number != 1 else []
+        one = replace(one, needless_if=("is_random", *of_microbatches))
+        own = replace(own, steps_if_random=with_masks)
+    failed = runs.run([one, own])
     if one.name in failed and wished is not None:
         notes.append(f"Not in float64, in which the model does not train: {failed[one.name].message.splitlines()[0]}")
         wished = None
-        one, own, micro, *together = (replace(each, precision=None) for each in (one, own, micro, *together))
-        failed = runs.run([one, *together])
-    if one.name in failed:
-        raise RuntimeError(f"the model does not train in one process: {_told(failed[one.name])}")
-    first = runs.record(one.name)
-    first.facts["counts tokens"] = verified.counts_tokens
+        one, own = (replace(each, precision=None) for each in (one, own))
+        failed = runs.run([one, own])
+    first = _record_of_one(runs, one, failed)
     rounding = rounding_of(str(wished or precision), first.narrowest)
     if own.name in failed:
         raise RuntimeError(f"the model does not train under {verified.name}: {_told(failed[own.name])}")
     actual = runs.record(own.name)
     if verified.steps_in_backward:
         actual.notes.append("Gradients and norms were not read, because the strategy steps within the backward pass.")
-    if first.calls is not None:
-        logged = {call.name for batch in first.calls for call in batch}
-        others = [
-            name for name in (first.logged[-1] if first.logged else {}) if name.removesuffix("_step") not in logged
-        ]
-        if left := list(dict.fromkeys([*others, *first.left_out])):
-            actual.notes.append(
-                f"Logged values of ranks that were not compared: {', '.join(map(repr, left))}. They are logged outside "
-                "training_step, with rank_zero_only=True, or in the validation with reduce_fx='sum' on each rank alone."
-            )
+    if verified.is_whole_loss and _has_the_same_loss(actual, first):
+        whole = replace(one, needless_if=(), steps=with_masks if first.is_random else None)
+        first = _record_of_one(runs, whole, runs.run([whole]))
+    first.facts["counts tokens"] = verified.counts_tokens
     references = ReferenceRuns(first)
-    described = _described(verified, actual)
-    if has_micro and not is_measured:
-        micro = replace(micro, microbatches=micro.microbatches or int(actual.facts["microbatches"]))
-        is_needed = rounding.safety or not certify(actual, references, rounding).is_right
-        if is_needed and not first.is_random:
-            failed |= runs.run([micro])
-            is_measured = True
-    if is_measured and micro.name not in failed and not first.is_random:
-        references = replace(references, micro=runs.record(micro.name))
-    if rounding.safety and not has_micro and model.automatic_optimization and not first.is_random:
+    judge = partial(
+        certify, rounding=rounding, is_whole_loss=verified.is_whole_loss, strategy=_described(verified, actual)
+    )
+    result = judge(actual, references)
+    micro = Execution(
+        "one process with the same micro-batches",
+        precision=wished,
+        microbatches=number if isinstance(number, int) else int(actual.facts.get("microbatches", 1)),
+        by_tokens=verified.counts_tokens,
+        max_tokens=verified.arguments.get("microbatch_tokens"),
+    )
+    recomputes = actual.facts.get("recomputed", "never") != "never"
+    needs_stage = first.is_random or first.norm_layers or (recomputes and result.differs_in_buffers_only)
+    if first.is_random or (result.is_right and not rounding.safety):
+        pass  # masks of micro-batches are different ones; in float64, rounding needs no measurement
+    elif has_micro and (result.is_right or first.norm_layers or not needs_stage):
+        failed |= runs.run([micro])
+        if micro.name not in failed:
+            references = replace(references, micro=runs.record(micro.name))
+    elif rounding.safety and not has_micro and model.automatic_optimization:
         halves = Execution("one process with two micro-batches", precision=wished, microbatches=2)
         failed |= runs.run([halves])
         if halves.name not in failed:
             references = replace(references, divided=(runs.record(halves.name), first))
-    judge = partial(certify, rounding=rounding, is_whole_loss=verified.is_whole_loss, strategy=described)
     result = judge(actual, references)
-    is_of_buffers = result.origin is not None and result.origin.part == "buffers"
-    is_unclear = not result.is_right and (first.is_random or first.norm_layers or is_of_buffers)
-    if verified.is_pipeline and (is_unclear or (first.is_random and rounding.safety)):
+    if verified.is_pipeline and needs_stage and not result.is_right:
         stage = verified.with_one_stage(wished, actual.facts)
-        plain = [
-            replace(each, name=f"{each.name} without dropout", drops_nothing=True)
-            for each in (one, own, *([micro] if has_micro else []))
-        ]
-        more = plain[: 3 if rounding.safety else 2] if first.is_random else []
-        failed |= runs.run([stage, *more])
+        plain: list[Execution] = []
+        if first.is_random:
+            stage = replace(stage, steps=with_masks)
+            plain = _without_dropout(one, own, micro if has_micro else None, without_masks, first)
+        is_needed = rounding.safety or first.norm_layers
+        failed |= runs.run([stage, *plain[: 3 if is_needed else 2]])
         if stage.name in failed:
             raise RuntimeError(
                 f"the model does not train under {verified.name} with one stage: {_told(failed[stage.name])}"
             )
-        references = replace(references, stage=runs.record(stage.name))
-        if len(more) == 3 and not any(each.name in failed for each in more):
-            references = replace(references, divided=(runs.record(plain[2].name), runs.record(plain[0].name)))
+        alone = [runs.record(each.name) for each in plain if each.strategy is None and runs.has_record(each.name)]
+        known = [first, *([] if references.micro is None else [references.micro]), *alone]
+        order = next((each.order for each in known if each.order), [])
+        references = replace(references, stage=replace(runs.record(stage.name), order=order))
+        if len(alone) == 2:
+            references = replace(references, divided=(alone[1], alone[0]))
         result = judge(actual, references)
-        if more and result.is_right:
+        if plain and result.is_right:
             result = _with_and_without_dropout(result, runs, plain, failed, judge)
     if result.explained is None and rounding.safety:
         result.notes.append(
             f"The limits are those of {rounding.described}, because no run with micro-batches could measure rounding."
         )
-    result.notes = [*notes, *result.notes]
-    result.facts["runs"] = runs.names
+    described = first if first.stopped_after != 0 else references.micro
+    result.notes = [*notes, *result.notes, *([] if described is None else _not_compared(described))]
+    result.facts["runs"], result.facts["steps of runs"] = runs.names, runs.made
     return result
+
+
+def steps_of_random_layers(steps: int) -> tuple[int, int]:
+    """Return the number of steps of the runs with and without dropout, if layers draw random numbers in a pipeline.
+
+    Two runs have masks, two have none, and one step measures rounding. Together they make at most ``3 * steps`` steps,
+    if ``steps`` is at least 3. A fault that starts in the second step shows with masks and without.
+    """
+    if steps < 3:
+        return steps, 1
+    without = 2
+    return min(steps, (3 * steps - 2 * without - 1) // 2), without
+
+
+def _record_of_one(runs: "RunProcesses", one: Execution, failed: Mapping[str, FailedRun]) -> RunRecord:
+    if one.name in failed:
+        raise RuntimeError(f"the model does not train in one process: {_told(failed[one.name])}")
+    return runs.record(one.name)
+
+
+def _has_the_same_loss(actual: RunRecord, one: RunRecord) -> bool:
+    """Return whether the random numbers, or the rows for BatchNorm, of the first batch are those of one process.
+
+    ``one`` was stopped after the forward pass of this batch. Losses in less than float32 are too coarse to tell.
+    """
+    eps = torch.finfo(getattr(torch, one.narrowest)).eps
+    if one.stopped_after != 0 or eps > 1e-6 or not actual.losses:
+        return False
+    ours, theirs = actual.losses[0], one.losses[0]
+    return ours is not None and theirs is not None and math.isclose(ours, theirs, rel_tol=max(1e-9, 4 * eps))
+
+
+def _without_dropout(
+    one: Execution, own: Execution, micro: Execution | None, steps: int, first: RunRecord
+) -> list[Execution]:
+    """Return the runs with a dropout of 0: one process, the strategy, and one process with the same micro-batches.
+
+    The last one makes one step, unless BatchNorm normalises micro-batches, so that it is the only reference.
+    """
+    needless = tuple(name for name in one.needless_if if name != "is_random") if micro is not None else ()
+    runs = [replace(one, needless_if=needless, steps=steps), replace(own, steps_if_random=None, steps=steps)]
+    if micro is not None:
+        runs.append(replace(micro, steps=steps if first.norm_layers else 1))
+    return [replace(each, name=f"{each.name} without dropout", drops_nothing=True) for each in runs]
+
+
+def _not_compared(one: RunRecord) -> list[str]:
+    """Return a note about logged values of ranks that were not compared, if there are any."""
+    if one.calls is None:
+        return []
+    logged = {call.name for batch in one.calls for call in batch}
+    others = [name for name in (one.logged[-1] if one.logged else {}) if name.removesuffix("_step") not in logged]
+    left = list(dict.fromkeys([*others, *one.left_out]))
+    return [
+        f"Logged values of ranks that were not compared: {', '.join(map(repr, left))}. They are logged outside "
+        "training_step, with rank_zero_only=True, or in the validation with reduce_fx='sum' on each rank alone."
+    ] * bool(left)
 
 
 def _with_and_without_dropout(
@@ -323,18 +379,25 @@ def _with_and_without_dropout(
     if failure := failed.get(one.name) or failed.get(own.name):
         result.notes.append(f"The model does not train with a dropout of 0: {failure.message}")
         return result
-    if runs.record(one.name).is_random:
+    references = ReferenceRuns(runs.record(one.name), ignores_buffers=True)
+    references.one.facts["counts tokens"] = bool(micro) and micro[0].by_tokens
+    if micro and runs.has_record(micro[0].name):
+        references = replace(references, micro=runs.record(micro[0].name))
+    without = judge(runs.record(own.name), references)
+    if not without.is_right and references.one.is_random:
         result.notes.append(
             "Layers draw random numbers with a dropout of 0 too, so the strategy was not compared with one process."
         )
         return result
-    references = ReferenceRuns(runs.record(one.name))
-    without = judge(runs.record(own.name), references)
-    if not without.is_right and micro and not runs.run(micro):  # it may differ because of micro-batches
-        without = judge(runs.record(own.name), replace(references, micro=runs.record(micro[0].name)))
+    if not without.is_right and micro and references.micro is None and not runs.run(micro):
+        references = replace(references, micro=runs.record(micro[0].name))  # it may differ because of micro-batches
+        without = judge(runs.record(own.name), references)
     if not without.is_right:
         return without
-    result.notes.append(f"With a dropout of 0, the strategy is {without.verdict}, compared with {without.reference}.")
+    number = f"{without.steps} {'step' if without.steps == 1 else 'steps'}"
+    result.notes.append(
+        f"With a dropout of 0, the strategy is {without.verdict}, compared with {without.reference} over {number}."
+    )
     result.reasons += without.reasons
     return result
 
@@ -405,11 +468,18 @@ class RunProcesses:
         folder: The folder of the job.
         job: The job.
         launched: The ranks that a launcher has started; ``None`` if there are none.
+
+    Attributes:
+        names: The names of the runs that have been made.
+        made: The number of steps of each of these runs.
+        steps: The number of steps of the job.
     """
 
     def __init__(self, folder: Path, job: VerifiedJob, launched: LaunchedRanks | None = None) -> None:
         self._folder, self._job, self._log, self.launched = folder, job, folder / "output", launched
         self.names: list[str] = []
+        self.made: list[int] = []
+        self.steps = job.steps
 
     def run(self, executions: Sequence[Execution]) -> dict[str, FailedRun]:
         """Run executions in as few processes as possible, one after another; return the errors of those that failed.
@@ -438,11 +508,16 @@ class RunProcesses:
         names = [execution.name for execution in executions]
         self.names += names
         failure = self._execute(names) if launched is None else self._execute(names, launched)
+        self.made += [steps_done(self._folder, name)[0] for name in names]
         failed = {name: found for name in names if (found := read_failure(self._folder, name)) is not None}
         if failure is not None and not failed:
             message, _, told = failure.partition("\n")
             failed[names[0]] = FailedRun(message, "RuntimeError", told)
         return failed
+
+    def has_record(self, name: str) -> bool:
+        """Return whether an execution has written a record."""
+        return any(self._folder.glob(f"{name.replace(' ', '-')}.*.record"))
 
     def record(self, name: str) -> RunRecord:
         """Return the record of an execution, merged from all its ranks."""
@@ -462,7 +537,7 @@ class RunProcesses:
         ):
             while child.poll() is None and time.monotonic() < deadline:
                 for name in names:
-                    show(name, steps_done(self._folder, name), self._job.steps)
+                    show(name, *steps_done(self._folder, name))
                 if launched is not None and failure is None and (failure := launched.failed()) is not None:
                     deadline = time.monotonic() + GRACE_SECONDS  # the own process may give a better reason
                 time.sleep(0.05)

@@ -1,6 +1,6 @@
 """Models of images with several lists: Llava, Qwen2-VL, a diffusion transformer and a U-Net equal one process."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from parity import compare, fit, one_device
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
+from verifying import verified
 
 from strategies import RPCSequentialStrategy
 
@@ -245,3 +246,22 @@ def equal_one_process(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_of_images_equals_one_process(name: str) -> None:
     run(equal_one_process, name, env=OWN_SERVER, timeout_seconds=280)
+
+
+def verdicts(names: Sequence[str]) -> dict[str, Any]:
+    if "Llava" in names:
+        workers_import_transformers()
+    found = {}
+    for name in names:
+        make, data, _, choices, _ = CASES[name]
+        strategy = RPCSequentialStrategy(**{"microbatches": 3, "balance": "even", **choices[1]})
+        found[name] = verified(make(), data(), strategy, steps=2)["verdict"]
+    return found
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("names", [("Llava", "Qwen2-VL"), ("DiT", "U-Net")])
+def test_verify_finds_a_model_of_images_equal(names: Sequence[str]) -> None:
+    found = run(verdicts, names, env=OWN_SERVER, timeout_seconds=280)
+    assert found == dict.fromkeys(names, "equal to rounding")

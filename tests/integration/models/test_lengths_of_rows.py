@@ -13,6 +13,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
+from verifying import verified
 
 from strategies import RPCSequentialStrategy
 
@@ -189,3 +190,20 @@ def test_who_makes_the_microbatches_is_clear() -> None:
     two, columns = run(refused)
     assert "Splits.split_batch both make the micro-batches" in two
     assert "'pixels' also has 14 columns" in columns and "split_batch(self, batch, num_microbatches)" in columns
+
+
+def verdicts() -> dict[str, str]:
+    workers_import_transformers()
+    found = {}
+    for name, (family_name, data, options) in CASES.items():
+        family = BY_NAME[family_name]
+        module = None if family.is_found else f"model.{family.path}"
+        strategy = RPCSequentialStrategy("even", microbatch_tokens=TOKENS, module=module, **options)
+        found[name] = verified(Labelled(family.make), loader(data), strategy, steps=2)["verdict"]
+    return found
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+def test_verify_finds_rows_of_similar_length_equal() -> None:
+    assert set(run(verdicts, timeout_seconds=280).values()) == {"equal to rounding"}

@@ -22,6 +22,7 @@ from sleep_layer import slept
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
+from verifying import verified
 
 from strategies import Recovery, RPCSequentialStrategy
 from strategies.pipeline.schedule.planned import PlannedSchedule
@@ -638,3 +639,86 @@ def monitored(folder: str) -> None:
 @pytest.mark.timeout(300)
 def test_a_monitor_and_weights_of_stages_in_the_loss(tmp_path: Path) -> None:
     run(monitored, str(tmp_path), timeout_seconds=280)
+
+
+# Verified by ``trainer.verify``
+
+
+class WorkerFault(nn.Module):
+    """The identity, whose backward pass halves the gradient in a worker's process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.driver = os.getpid()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if os.getpid() != self.driver and x.requires_grad:
+            x = x.clone()
+            x.register_hook(lambda grad: grad * 0.5)
+        return x
+
+
+class WrongDecoder(Trained):
+    """T5 with a fault in the first block of the decoder."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        super().__init__(make)
+        dense = self.model.decoder.block[0].layer[-1].DenseReluDense
+        dense.wi = nn.Sequential(dense.wi, WorkerFault())
+
+
+def verdicts_of_families(names: Sequence[str]) -> dict[str, Any]:
+    workers_import_transformers()
+    found = {}
+    for family in FAMILIES:
+        if family.name.removesuffix(" encoder") in names and family.name.endswith("encoder"):
+            for blocks in (None, 1):
+                strategy = RPCSequentialStrategy(schedule="1f1b", microbatches=3, balance="even")
+                arguments: dict[str, Any] = {"steps": 2, "devices": 2 if blocks is None else 1, "blocks": blocks}
+                found[family.name, blocks] = verified(Trained(family.make), loader(family), strategy, **arguments)
+    return found
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("names", [("T5", "BART"), ("Marian", "Whisper")])
+def test_verify_finds_both_halves_equal(names: Sequence[str]) -> None:
+    found = run(verdicts_of_families, names, env=OWN_SERVER, timeout_seconds=280)
+    assert [each["verdict"] for each in found.values()] == ["equal to rounding"] * 4
+    for (_, blocks), each in found.items():
+        assert any("only the first 1 of each were run" in note for note in each["notes"]) == (blocks == 1)
+        assert each["facts"]["balance"] == ([2, 2, 2, 2] if blocks is None else [1, 1])
+
+
+def verdicts_of_lists() -> dict[str, str]:
+    found = {}
+    for make in FOUND:
+        strategy = RPCSequentialStrategy(microbatches=3, balance="even")
+        found[make.__name__] = verified(Classified(make), images(), strategy, steps=2)["verdict"]
+    for kind in (Translator, Frozen, Direct, Tied, Squares):
+        strategy = RPCSequentialStrategy(microbatches=3, balance="even", module=list(Translator.lists))
+        found[kind.__name__] = verified(kind(), texts(), strategy, steps=2)["verdict"]
+    return found
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+def test_verify_finds_models_of_several_lists_equal() -> None:
+    assert set(run(verdicts_of_lists, timeout_seconds=280).values()) == {"equal to rounding"}
+
+
+def fault_in_the_decoder() -> dict[str, Any]:
+    workers_import_transformers()
+    (family,) = (each for each in FAMILIES if each.name == "T5 decoder")
+    strategy = RPCSequentialStrategy(schedule="1f1b", microbatches=3, balance="even")
+    return verified(WrongDecoder(family.make), loader(family), strategy, steps=2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_verify_finds_a_fault_in_the_second_list() -> None:
+    found = run(fault_in_the_decoder, env=OWN_SERVER, timeout_seconds=280)
+    origin = found["origin"]
+    assert (found["verdict"], origin["part"], origin["step"]) == ("wrong", "gradients", 0)
+    assert origin["layer"] == "model.decoder.block.0.layer.2.DenseReluDense.wi.0"
+    assert (origin["stage"], "0.5 times" in origin["what"]) == ("stage 0", True)

@@ -17,31 +17,16 @@ from harness import OWN_SERVER, run
 from model_families import workers_import_transformers
 from paths import PYTHONPATH
 from verified_nets import Logging, SumLoss, VerifiedData, VerifiedNet
+from verifying import verified
 
 from strategies import DDPStrategy, RPCSequentialStrategy, Schedule, ZeROStrategy
 from trainer import verify
-from trainer.verification import process, runner
 from trainer.verification.certificate import DOCUMENTED, EQUAL, WRONG
 from trainer.verification.certificate_report import as_dict
 
 pytestmark = pytest.mark.timeout(300)
 
 TWO, FOUR = [4, 3], [2, 2, 2, 1]
-
-
-class RunsHere(runner.RunProcesses):
-    """Runs the executions of a pipeline in this process, which has imported all they need; its workers are real."""
-
-    def _execute(self, names: Sequence[str], launched: Any = None) -> str | None:
-        assert launched is None
-        paths = list(sys.path)
-        try:
-            process.main(self._folder, names)
-        except Exception as error:  # process.main has written it down for the certificate
-            return str(error)
-        finally:
-            sys.path[:] = paths
-        return None
 
 
 class NormOfTheDriver(RPCSequentialStrategy):
@@ -57,13 +42,12 @@ def certificates(
     cases: Sequence[tuple[str, dict[str, Any]]], kind: type = RPCSequentialStrategy, **arguments: Any
 ) -> list[Any]:
     """Verifies one model after another, given its extra layer and the settings of the pipeline."""
-    vars(runner)["RunProcesses"] = RunsHere
     found = []
     for extra, settings in cases:
         model = SumLoss() if extra == "root of the loss" else VerifiedNet(extra)
         options = {"microbatches": 3, "balance": TWO, **settings}
-        found.append(verify(model, VerifiedData(), strategy=kind(**options), accelerator="cpu", devices=2, **arguments))
-    return [as_dict(each) for each in found]
+        found.append(verified(model, VerifiedData(), kind(**options), **arguments))
+    return found
 
 
 SOUND: list[tuple[str, dict[str, Any], str, str]] = [
@@ -102,20 +86,18 @@ def test_sound_models_are_not_called_wrong() -> None:
     found = run(certificates, [case[:2] for case in SOUND], timeout_seconds=280)
     assert [each["verdict"] for each in found] == [case[2] for case in SOUND]
     for each, (extra, settings, _, reason) in zip(found, SOUND, strict=True):
-        assert len(each["facts"]["runs"]) <= 5
+        assert sum(each["facts"]["steps of runs"]) <= 9  # three times the steps
         assert reason in "".join(each["reasons"]), (extra, settings)
 
 
 def verdicts(names: Sequence[str]) -> dict[str, Any]:
     """Verifies sound models; returns their certificates."""
-    vars(runner)["RunProcesses"] = RunsHere
     workers_import_transformers()
     found = {}
     for name in names:
         sound = sound_models.SOUND[name]
         strategy = RPCSequentialStrategy(**{"microbatches": 3, "balance": "even", **sound.options})
-        arguments = {"accelerator": "cpu", "devices": 2, "steps": 2, **sound.arguments}
-        found[name] = as_dict(verify(sound.make(), sound.loader(), strategy=strategy, **arguments))
+        found[name] = verified(sound.make(), sound.loader(), strategy, **{"steps": 2, **sound.arguments})
     return found
 
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,14 @@ from verified_nets import VerifiedData, VerifiedNet, Writing
 
 from strategies import Recovery, RPCSequentialStrategy, ZeROStrategy
 from trainer import Trainer, verify
-from trainer.verification.blocks import check_blocks, is_built_later, shorten, shorten_when_built
+from trainer.verification.blocks import (
+    check_blocks,
+    is_built_later,
+    kept_blocks,
+    lists_of,
+    shorten,
+    shorten_when_built,
+)
 from trainer.verification.certificate import EQUAL, WRONG, Certificate, FirstDifference
 from trainer.verification.certificate_report import as_dict, lines_of, print_certificate, write_certificate
 from trainer.verification.compare import rounding_of
@@ -106,39 +114,66 @@ class Blocks(LightningModule):
 
 def test_a_shorter_list_of_blocks() -> None:
     model = Blocks()
-    shorten(model, "body.layers", 2)
+    shorten(model, [["body.layers"]], 2)
     assert [len(model.body.layers), model.body.num_layers, model.depth] == [2, 2, 7]
     assert list(dict(model.body.layers.named_children())) == ["0", "1"]
     mixed = Blocks()
     mixed.body.layers = nn.Sequential(nn.Embedding(3, 2), *mixed.body.layers, nn.Linear(2, 3))
-    shorten(mixed, "body.layers", 2)
+    shorten(mixed, [["body.layers"]], 2)
     assert [type(layer).__name__ for layer in mixed.body.layers] == ["Embedding", "Linear", "Linear", "Linear"]
     assert [layer.out_features for layer in list(mixed.body.layers)[1:]] == [2, 2, 3]
     with pytest.raises(
         MisconfigurationException, match=r"'body.layers' has 5 blocks that are alike in a row; give 1 to 5"
     ):
-        check_blocks(Blocks(), "body.layers", 6)
+        check_blocks(Blocks(), [["body.layers"]], 6)
     with pytest.raises(
         MisconfigurationException, match=r"leaves 1 layer in 'body.layers' for 3 stages; give at least 3"
     ):
-        check_blocks(Blocks(), "body.layers", 1, 3)
+        check_blocks(Blocks(), [["body.layers"]], 1, 3)
     with pytest.raises(MisconfigurationException, match="'body' of Blocks is Module"):
-        check_blocks(model, "body", 1)
+        check_blocks(model, [["body"]], 1)
     with pytest.raises(MisconfigurationException, match="'heads' of Blocks is not there"):
-        check_blocks(model, "heads", 1)
+        check_blocks(model, [["heads"]], 1)
 
 
 def test_layers_that_repeat_in_groups_are_shortened() -> None:
     model = Blocks()
     groups = [layer for _ in range(6) for layer in (nn.Linear(2, 2), nn.ReLU())]
     model.body.layers = nn.Sequential(nn.Linear(3, 2), *groups, nn.Linear(2, 4))
-    shorten(model, "body.layers", 2)
+    shorten(model, [["body.layers"]], 2)
     kinds = ["Linear", *["Linear", "ReLU"] * 2, "Linear"]
     assert [type(layer).__name__ for layer in model.body.layers] == kinds
     assert model.body.layers(torch.ones(1, 3)).shape == (1, 4)
     model.body.layers = nn.Sequential(nn.Linear(3, 2), *groups)
     with pytest.raises(MisconfigurationException, match="6 groups of 2 layers that are alike in a row; give 1 to 6"):
-        check_blocks(model, "body.layers", 7)
+        check_blocks(model, [["body.layers"]], 7)
+
+
+class TwoLists(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = Blocks().body, Blocks().body
+        del self.decoder.layers[3:]
+        self.config = SimpleNamespace(num_layers=5, num_decoder_layers=3)
+
+
+def test_each_of_several_lists_is_shortened() -> None:
+    model, lists = TwoLists(), [["encoder.layers"], ["decoder.layers"]]
+    assert lists_of(model, ["encoder.layers", "decoder.layers"]) == (("encoder.layers",), ("decoder.layers",))
+    said = "Of the blocks of 'encoder.layers' and 'decoder.layers', only the first 2 of each were run."
+    assert kept_blocks(model, lists, 2) == said
+    assert kept_blocks(model, lists, 4) == (
+        "Of the blocks of 'encoder.layers', only the first 4 were run. All layers of 'decoder.layers' were run."
+    )
+    shorten(model, lists, 2)
+    assert [len(model.encoder.layers), len(model.decoder.layers)] == [2, 2]
+    assert vars(model.config) == {"num_layers": 2, "num_decoder_layers": 2}
+    with pytest.raises(MisconfigurationException, match=r"at most 5 blocks that are alike in a row; give 1 to 5"):
+        check_blocks(TwoLists(), lists, 6)
+    with pytest.raises(
+        MisconfigurationException, match=r"leaves 1 layer in 'encoder.layers' for 3 stages; give at least 3"
+    ):
+        check_blocks(TwoLists(), lists, 1, 3)
 
 
 class Later(LightningModule):
