@@ -110,11 +110,14 @@ class ReferenceRuns:
     def measured(self, rounding: Rounding) -> tuple[Rounding, float | None]:
         """Return the limits, and the relative difference of gradients that micro-batches alone cause, if measured."""
         pair = self.divided or (None if self.micro is None else (self.micro, self.one))
-        found = [] if pair is None else [each for each in findings(*pair, rounding) if each.part in _OF_TRAINING]
+        if pair is None:
+            return rounding, None
+        found = [each for each in findings(*pair, rounding) if each.part in _OF_TRAINING]
         if not found or wrong_ones(found):
             return rounding, None
         explained = max((each.in_limits for each in found if each.part == "gradients"), default=0.0)
-        return rounding.measured(max(each.in_limits for each in found)), explained * rounding.relative
+        number = min((each.stopped_after for each in pair if each.stopped_after is not None), default=None)
+        return rounding.measured(max(each.in_limits for each in found), number), explained * rounding.relative
 
 
 _OF_BUFFERS = {"buffers", "checkpoint", "validation", "predict"}
@@ -201,6 +204,8 @@ def certify(
     elif stage is not None and not has_one:
         reference = stage
     compared = findings(actual, reference, rounding)
+    if has_one and not wrong_ones(compared):  # it was stopped before the step in which the strategy starts to differ
+        reference, compared = one, with_one
     result = certificate(reference, WRONG, compared)
     if wrong_ones(compared):  # there are none if the reference was stopped before its first step
         result.origin = origin_of(compared, actual, reference, one)

@@ -57,6 +57,8 @@ class Rounding:
         least: The share of these limits that is allowed even if micro-batches cause no difference.
         is_measured: Whether these limits come from a measurement.
         absolute: Allowed for each real value in addition, whatever its size.
+        steps: The number of steps for which these limits were measured; ``None`` if they hold for all steps.
+        later: The limits for later steps.
     """
 
     relative: float
@@ -66,22 +68,32 @@ class Rounding:
     least: float = 1.0
     is_measured: bool = False
     absolute: float = 0.0
+    steps: int | None = None
+    later: "Rounding | None" = None
 
     @property
     def is_exact(self) -> bool:
         """Whether the noise is too small for an optimizer to turn it into a step."""
         return self.noise < 1e-9
 
-    def measured(self, share: float) -> "Rounding":
+    def measured(self, share: float, steps: int | None = None) -> "Rounding":
         """Return smaller limits, given what micro-batches alone change in one process.
 
         Args:
             share: The difference between one process with micro-batches and one process with whole batches, in limits.
+            steps: The number of steps in which this was measured; ``None`` for all steps. Differences grow from step to
+                step, so later steps keep the present limits.
         """
         if not self.safety:
             return self
         factor = min(1.0, max(self.least, self.safety * share))
-        return replace(self, relative=factor * self.relative, noise=factor * self.noise, is_measured=True)
+        later = None if steps is None else self
+        relative, noise = factor * self.relative, factor * self.noise
+        return replace(self, relative=relative, noise=noise, is_measured=True, steps=steps, later=later)
+
+    def of_step(self, step: int) -> "Rounding":
+        """Return the limits for a step, and for what follows it."""
+        return self if self.later is None or self.steps is None or step < self.steps else self.later
 
 
 def rounding_of(precision: str, narrowest: str) -> Rounding:
@@ -164,7 +176,8 @@ class _Comparison:
     """
 
     def __init__(self, actual: RunRecord, expected: RunRecord, rounding: Rounding) -> None:
-        self._actual, self._expected, self._rounding = actual, expected, rounding
+        self._actual, self._expected, self._limits = actual, expected, rounding
+        self._rounding = rounding  # of the present step
         self._is_noise: dict[str, Tensor] = {}
 
     def all(self) -> Iterator[Finding]:
@@ -182,6 +195,7 @@ class _Comparison:
         per_step = max(1, len(expected.losses) // num_steps)
         for i, (ours, theirs) in enumerate(zip(actual.steps, expected.steps, strict=False)):
             batches = range(i * per_step, (i + 1) * per_step)
+            self._rounding = self._limits.of_step(i)
             yield from self._losses(i, batches)
             yield from self._step(i, ours, theirs)
             yield from self._logged(i, actual.logged, expected.logged, batches)

@@ -685,9 +685,10 @@ def verdicts_of_families(names: Sequence[str]) -> dict[str, Any]:
 def test_verify_finds_both_halves_equal(names: Sequence[str]) -> None:
     found = run(verdicts_of_families, names, env=OWN_SERVER, timeout_seconds=280)
     assert [each["verdict"] for each in found.values()] == ["equal to rounding"] * 4
-    for (_, blocks), each in found.items():
+    for (name, blocks), each in found.items():
         assert any("only the first 1 of each were run" in note for note in each["notes"]) == (blocks == 1)
-        assert each["facts"]["balance"] == ([2, 2, 2, 2] if blocks is None else [1, 1])
+        short = [2, 2] if name.startswith("T5") else [1, 1]  # the first block of T5 differs from the others, and stays
+        assert each["facts"]["balance"] == ([2, 2, 2, 2] if blocks is None else short)
 
 
 def verdicts_of_lists() -> dict[str, str]:

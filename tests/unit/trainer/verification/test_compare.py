@@ -1,6 +1,7 @@
 """Limits of rounding, records of several ranks, and leaves of nested values."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -8,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.verification.certificate import factor_between
+from trainer.verification.certificate import WRONG, ReferenceRuns, certify, factor_between
 from trainer.verification.compare import Finding, findings, rounding_of
 from trainer.verification.logged import LoggedCall
 from trainer.verification.record import RunRecord, StepRecord, leaves, merged, with_logs_of_ranks
@@ -81,6 +82,31 @@ def test_limits_in_less_than_float64_are_a_multiple_of_what_micro_batches_change
     assert measured.noise == pytest.approx(0.1 * largest.noise)
     assert largest.measured(0.0).relative == pytest.approx(largest.least * largest.relative)
     assert largest.measured(1.0).relative == largest.relative
+
+
+def test_steps_in_which_rounding_was_not_measured_have_the_largest_limits() -> None:
+    largest = replace(rounding_of("bf16-true", "bfloat16"), noise=0.0)
+    measured, near = largest.measured(0.0, steps=1), tensor(1, 1, 1 + 0.5 * largest.relative)
+
+    def steps(*gradients: Tensor) -> RunRecord:
+        return record(steps=[step for each in gradients for step in record(each).steps], losses=[1.0] * len(gradients))
+
+    ones = tensor(1, 1, 1)
+    for of_step, found in ((0, [("gradients", "a.weight")]), (1, [])):
+        actual = steps(*(near if i == of_step else ones for i in range(2)))
+        assert wrong(actual, steps(ones, ones), measured) == found
+    assert wrong(steps(ones, 2 * ones), steps(ones, ones), measured) == [("gradients", "a.weight")]
+
+
+def test_what_differs_only_after_the_steps_of_the_run_with_micro_batches_has_an_origin() -> None:
+    ones = tensor(1, 1, 1)
+    first, second, wrong_second = record().steps[0], record().steps[0], record(2 * ones).steps[0]
+    one = record(steps=[first, second], losses=[1.0, 1.0], stopped_after=2)
+    micro = record(steps=[first], stopped_after=1)
+    actual = record(steps=[first, wrong_second], losses=[1.0, 1.0], stopped_after=2)
+    result = certify(actual, ReferenceRuns(one, micro), EXACT, is_whole_loss=False)
+    assert result.verdict == WRONG and result.origin is not None
+    assert (result.origin.step, result.origin.part, result.origin.layer) == (1, "gradients", "a")
 
 
 @pytest.mark.parametrize("missing", [tensor(1, 1), tensor(1, 1, math.nan), tensor(1, math.inf, 1)])
