@@ -144,8 +144,6 @@ class PipelineMonitor(Callback):
         self._costs = LastSteps(STEPS_TO_ASSESS)
         self._told: dict[tuple[int, ...], _Told] = {}
         self._num_repairs = 0
-        self._is_timed = True
-        """Whether a step has one pass, whose timetable can be drawn."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check the strategy, before any process is started."""
@@ -167,12 +165,6 @@ class PipelineMonitor(Callback):
         pipeline = _pipeline_of(trainer)
         self._balance = pipeline.balance
         self._note(trainer, "start", **_described(pipeline))
-        self._is_timed = len(lengths_of(pipeline.module)) == 1
-        if not self._is_timed:
-            rank_zero_info(
-                "PipelineMonitor draws no timetable and gives no advice about the balance, because several lists of "
-                "layers are pipelined one after another. It records times, memory and traces."
-            )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Start to record, if this step is one of the recorded steps."""
@@ -254,7 +246,7 @@ class PipelineMonitor(Callback):
             key = name.replace(" ", "_")
             metrics |= {f"{key}/{part}_ms": 1e3 * seconds for part, seconds in parts_of(row).items()}
             metrics[f"{key}/memory_mib"] = own.memory_bytes / 2**20
-        whole = measured_timetable(rows) if self._is_timed else None
+        whole = measured_timetable(rows, len(lengths_of(pipeline.module)))
         if whole is not None:
             timetable = from_first_forward(whole)
             uses = uses_of(timetable)
@@ -284,13 +276,14 @@ class PipelineMonitor(Callback):
         settings, balance = pipeline.settings, pipeline.balance
         if len(pipeline.stages) < 2 or not settings.pipelined_backward or step.recording.balance != balance:
             return
-        costs = measured_step(rows, recorded, balance, whole_batch=not settings.interleaves)
+        lengths = lengths_of(pipeline.module)
+        costs = measured_step(rows, recorded, balance, whole_batch=not settings.interleaves, lengths=lengths)
         if costs is None or not self._costs.add(costs) or len(self._costs.steps) < STEPS_TO_ASSESS:
             return
         found = assess(
             self._costs.steps,
             pipeline.kinds_of_layers(),
-            lambda microbatches: pipeline.programs.training[microbatches].rows,
+            pipeline.programs.rows,
             balance,
         )
         told = self._told.setdefault(tuple(balance), _Told())
@@ -402,7 +395,7 @@ def _predicted(pipeline: Pipeline, rows: Sequence[Sequence[Record]], measured: S
     if not settings.pipelined_backward:
         return None  # the backward passes of all micro-batches were one action
     microbatches = 1 + max(step.microbatch for step in measured.end)
-    table = pipeline.programs.training[microbatches].rows
+    table = pipeline.programs.rows(microbatches)
     return from_first_forward(predicted_timetable(rows, measured, table, whole_batch=not settings.interleaves))
 
 

@@ -22,7 +22,7 @@ from strategies.pipeline.schedule.tables import ActionTable, Placement
 from strategies.pipeline.stage.records import LayerRecord, Record, Recorded
 from strategies.planning.measured import (
     from_first_forward,
-    last_pass,
+    last_passes,
     measured_timetable,
     transfer_seconds,
     uses_of,
@@ -152,7 +152,12 @@ class LastSteps:
 
 
 def measured_step(
-    rows: Sequence[Sequence[Record]], recorded: Sequence[Recorded], balance: Sequence[int], *, whole_batch: bool
+    rows: Sequence[Sequence[Record]],
+    recorded: Sequence[Recorded],
+    balance: Sequence[int],
+    *,
+    whole_batch: bool,
+    lengths: Sequence[int] = (),
 ) -> MeasuredStep | None:
     """Return the measurements of a recorded step; ``None`` if it has no pass with a backward part, or lacks layers.
 
@@ -161,8 +166,10 @@ def measured_step(
         recorded: The recording of each process.
         balance: The number of layers of each chunk.
         whole_batch: Whether the driver's code runs once, between forward and backward passes.
+        lengths: If there are several lists of layers, the number of layers of each list.
     """
-    whole = measured_timetable(rows)
+    num_lists = len(lengths) or 1
+    whole = measured_timetable(rows, num_lists)
     layers: dict[int, LayerRecord] = {}
     for own in recorded:
         layers |= own.layers
@@ -170,10 +177,10 @@ def measured_step(
         return None
     timetable = from_first_forward(whole)
     microbatches = 1 + max(step.microbatch for step in whole.end)
-    number = last_pass(rows)
+    numbers = last_passes(rows, num_lists)
     seconds: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     sending: list[float] = []
-    for record in (record for row in rows for record in row if record.number == number):
+    for record in (record for row in rows for record in row if record.number in numbers):
         seconds[record.kind, max(0, record.stage)].append(record.computed - record.received)
         if record.kind in ("F", "B", "I", "W"):
             sending.append(record.end - record.computed)
@@ -200,12 +207,17 @@ def measured_step(
             )
     driver = DriverCosts()
     if not whole_batch:  # otherwise the stages wait while it runs, with any balance
-        driver = DriverCosts(mean("b") or 0.0, mean("loss", len(balance) - 1) or 0.0, mean("a") or 0.0)
+        firsts = whole.placement.firsts[1:]
+        between = [(mean("b", first) or 0.0, mean("a", first) or 0.0) for first in firsts]
+        driver = DriverCosts(mean("b") or 0.0, mean("loss", len(balance) - 1) or 0.0, mean("a") or 0.0, between)
+    of_model = ModelCosts(
+        costs, transfer_seconds(rows), statistics.fmean(sending), driver, lengths=lengths, at_once=whole_batch
+    )
     return MeasuredStep(
         whole.placement,
         list(balance),
         microbatches,
-        ModelCosts(costs, transfer_seconds(rows), statistics.fmean(sending), driver),
+        of_model,
         [layers[place].elements for place in range(len(costs))],
         uses_of(timetable),
         timetable.total_time,
@@ -271,6 +283,7 @@ def _median(steps: Sequence[MeasuredStep]) -> ModelCosts:
             )
         )
     drivers = [step.costs.driver for step in steps]
+    gaps = zip(*(driver.between for driver in drivers), strict=True)
     return ModelCosts(
         layers,
         median([step.costs.transfer for step in steps]),
@@ -279,7 +292,10 @@ def _median(steps: Sequence[MeasuredStep]) -> ModelCosts:
             median([driver.before for driver in drivers]),
             median([driver.after for driver in drivers]),
             median([driver.before_backward for driver in drivers]),
+            [(median([before for before, _ in gap]), median([back for _, back in gap])) for gap in gaps],
         ),
+        lengths=steps[-1].costs.lengths,
+        at_once=steps[-1].costs.at_once,
     )
 
 

@@ -52,19 +52,22 @@ def parts_of(records: Sequence[Record]) -> dict[str, float]:
     return parts
 
 
-def measured_timetable(rows: Sequence[Sequence[Record]]) -> Simulation | None:
+def measured_timetable(rows: Sequence[Sequence[Record]], num_lists: int = 1) -> Simulation | None:
     """Return the last pass of a step that has a backward part, in the form of a simulation that begins at 0.
+
+    If there are several lists of layers, this is the last such pass through each list.
 
     A step of the timetable lasts until the process has handed its output to the transport. The code after the call of
     the module belongs to the last stage's forward pass, as in a simulation.
 
     Args:
         rows: The records of each process, the driver's last.
+        num_lists: The number of lists of layers.
 
     Returns:
         The timetable; ``None`` if there is no such pass.
     """
-    if (number := last_pass(rows)) is None:
+    if not (numbers := last_passes(rows, num_lists)):
         return None
     start: dict[Computation, float] = {}
     end: dict[Computation, float] = {}
@@ -72,18 +75,18 @@ def measured_timetable(rows: Sequence[Sequence[Record]]) -> Simulation | None:
     process_of: dict[int, int] = {}
     for r, row in enumerate(rows):
         for kind, m, i, own, _, received, _, ended in row:
-            if own != number:
+            if own not in numbers:
                 continue
             step: Computation
             if kind == "loss":
                 end[Action("F", m, i)] = ended
                 continue
             if kind == "feed":
-                if UserCode("b", m) in end:  # the code runs once per micro-batch
-                    end[UserCode("b", m)] = ended
+                if UserCode("b", m, i) in end:  # the code runs once per micro-batch, or the first one follows it
+                    end[UserCode("b", m, i)] = ended
                 continue
             if kind == "b" or kind == "a":
-                step = UserCode(kind, m)
+                step = UserCode(kind, m, i)
             elif kind == "step":
                 continue
             else:
@@ -95,7 +98,7 @@ def measured_timetable(rows: Sequence[Sequence[Record]]) -> Simulation | None:
     total, idle = _total_and_idle(steps, start, end)
     return Simulation(
         rows=steps,
-        placement=Placement(tuple(process_of[i] for i in range(len(process_of)))),
+        placement=Placement(tuple(process_of[i] for i in range(len(process_of))), num_lists),
         start=start,
         end=end,
         total_time=total,
@@ -105,9 +108,24 @@ def measured_timetable(rows: Sequence[Sequence[Record]]) -> Simulation | None:
     )
 
 
-def last_pass(rows: Sequence[Sequence[Record]]) -> int | None:
-    """Return the number of the last pass of a step that has a backward part; ``None`` if there is no such pass."""
-    return max((record.number for row in rows for record in row if record.kind in ("B", "I")), default=None)
+def last_passes(rows: Sequence[Sequence[Record]], num_lists: int) -> set[int]:
+    """Return the number of the last pass through each list of layers that has a backward part.
+
+    Schedules that interleave passes have one pass for all lists.
+
+    Args:
+        rows: The records of each process.
+        num_lists: The number of lists of layers.
+
+    Returns:
+        The numbers; none of them if there is no such pass through one of the lists.
+    """
+    num_stages = 1 + max((record.stage for row in rows for record in row if record.kind == "F"), default=-1)
+    last: dict[int, int] = {}
+    for record in (record for row in rows for record in row if record.kind in ("B", "I")):
+        of_list = record.stage * num_lists // num_stages
+        last[of_list] = max(record.number, last.get(of_list, -1))
+    return {*last.values()} if len(last) == num_lists else set()
 
 
 def from_first_forward(timetable: Simulation) -> Simulation:
@@ -161,7 +179,7 @@ def predicted_timetable(
     num_stages = measured.placement.num_stages
     seconds: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     for step, end in measured.end.items():
-        seconds[step[0], step.stage if isinstance(step, Action) else 0].append(end - measured.start[step])
+        seconds[step[0], step.stage].append(end - measured.start[step])
 
     def mean(kind: str, i: int = 0) -> float:
         return statistics.fmean(seconds[kind, i] or [0.0])
@@ -169,22 +187,24 @@ def predicted_timetable(
     def means(kind: str) -> list[float]:
         return [mean(kind, i) for i in range(num_stages)]
 
-    forward, loss = means("F"), 0.0
+    forward, loss, placement = means("F"), 0.0, measured.placement
     if whole_batch:
         i, m = num_stages - 1, max(step.microbatch for step in measured.end)
-        own = (record for row in rows for record in row if record.number == last_pass(rows))
+        numbers = last_passes(rows, placement.num_lists)
+        own = (record for row in rows for record in row if record.number in numbers)
         loss = sum(record.end - record.begin for record in own if record.kind == "loss")
         forward[i] = (sum(seconds["F", i]) - loss) / (m + 1)
+    between = [(mean("b", first), mean("a", first)) for first in placement.firsts[1:]]
     costs = ActionCosts(
         forward=forward,
         backward=means("B"),
         input_grad=means("I"),
         weight_grad=means("W"),
         transfer=transfer_seconds(rows),
-        driver=DriverCosts(before=mean("b"), before_backward=mean("a")),
+        driver=DriverCosts() if whole_batch else DriverCosts(mean("b"), 0.0, mean("a"), between),
     )
-    simulation = simulate(table, costs, placement=measured.placement)
-    return with_driver_between(simulation, DriverCosts(after=loss)) if whole_batch else simulation
+    simulation = simulate(table, costs, placement=placement, at_once=whole_batch)
+    return with_driver_between(simulation, DriverCosts(after=loss, between=between)) if whole_batch else simulation
 
 
 def transfer_seconds(rows: Sequence[Sequence[Record]]) -> float:
@@ -198,7 +218,11 @@ def transfer_seconds(rows: Sequence[Sequence[Record]]) -> float:
 
 
 def _messages(rows: Sequence[Sequence[Record]]) -> Iterator[tuple[tuple[int, Record], tuple[int, Record]]]:
-    """Return the sender's and the receiver's record of each value between stages of two processes, with the process."""
+    """Return the sender's and the receiver's record of each value between stages of two processes, with the process.
+
+    Values that the code between two lists of layers takes from one stage and sends to the next are left out.
+    """
+    firsts = {record.stage for row in rows for record in row if record.kind == "feed"}
     done = {
         (record.number, "F" if record.kind == "F" else "B", record.microbatch, record.stage): (r, record)
         for r, row in enumerate(rows)
@@ -207,7 +231,7 @@ def _messages(rows: Sequence[Sequence[Record]]) -> Iterator[tuple[tuple[int, Rec
     }
     for (number, direction, m, i), (r, record) in done.items():
         sent = done.get((number, direction, m, i - 1 if direction == "F" else i + 1))
-        if sent is not None and sent[0] != r:
+        if sent is not None and sent[0] != r and (i if direction == "F" else i + 1) not in firsts:
             yield sent, (r, record)
 
 

@@ -63,8 +63,6 @@ class Rebalancing(Feature):
         """Check that layers can move in this run."""
         if prepared.is_fitting:
             check_can_move("rebalance='auto'", prepared)
-            several = len(lengths_of(prepared.module)) > 1
-            refuse("rebalance='auto'", {"is for one list of layers, but several are pipelined": several})
 
     def begin(self, run: Run) -> Iterable[Undo]:
         """Forget an earlier run."""
@@ -138,7 +136,7 @@ class Decisions:
         found = assess(
             self._steps.steps,
             pipeline.kinds_of_layers(),
-            lambda microbatches: pipeline.programs.training[microbatches].rows,
+            pipeline.programs.rows,
             pipeline.balance,
         )
         return found if found.gain >= self._least_gain else None
@@ -165,7 +163,13 @@ class Decisions:
         if (recorded := recording.take()) is None:
             return
         rows = [own.records for own in recorded]  # on one clock, because all processes are on one host
-        costs = measured_step(rows, recorded, pipeline.balance, whole_batch=not pipeline.settings.interleaves)
+        costs = measured_step(
+            rows,
+            recorded,
+            pipeline.balance,
+            whole_batch=not pipeline.settings.interleaves,
+            lengths=lengths_of(pipeline.module),
+        )
         if costs is not None:
             self._steps.add(costs)
 

@@ -348,11 +348,13 @@ def with_driver_between(simulation: Simulation, driver: DriverCosts) -> Simulati
             code = [
                 step for step in row if isinstance(step, UserCode) and step[::2] == (part, placement.firsts[number])
             ]
-            for step in code[: -1 if seconds else None]:
-                row.remove(step)
-                del start[step], end[step]
+            kept = code[0 if part == "b" else -1]
+            for step in code:
+                if step != kept or not seconds:
+                    row.remove(step)
+                    del start[step], end[step]
             if seconds:
-                end[code[-1]] += seconds
+                end[kept] += seconds
     if before:
         row.insert(0, UserCode("b", 0))
         start[row[0]], end[row[0]] = 0.0, before

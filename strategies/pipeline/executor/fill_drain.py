@@ -75,6 +75,8 @@ class FillDrain:
     def _forward(self, parts: Sequence[Any], this: Pass) -> list[Any]:
         """Run the forward part of a pass, and return the output of each micro-batch."""
         executor = self._executor
+        if (recorder := executor.stage.recorder) is not None and this.list_number and recorder.pass_of_code >= 0:
+            recorder.end("b", 0, self._first(this.list_number), this.number)
         code = _Code(executor, this, parts)
         executor.run("forward", this, code)
         if executor.stage.recorder is not None:
@@ -107,15 +109,25 @@ class FillDrain:
         executor, ahead = self._executor, iter(grads)
         ends = executor.ends[this.list_number]
         executor.note_backward(this.number)
-        if (recorder := executor.stage.recorder) is not None and recorder.pass_of_code == this.number:
-            recorder.end("loss", this.microbatches - 1, ends.last_chunk, this.number)
+        if (recorder := executor.stage.recorder) is not None and recorder.pass_of_code >= 0:
+            last = this.microbatches - 1
+            if recorder.pass_of_code == this.number:
+                recorder.end("loss", last, ends.last_chunk, this.number)
+            elif this.list_number + 1 < len(executor.ends):
+                recorder.end("a", last, self._first(this.list_number + 1), recorder.pass_of_code)
         with executor.explained():
             for m, flags in enumerate(required):
                 ends.output_grads.send([next(ahead) for flag in flags if flag], this.number, m)
             executor.carry_changes()  # autograd computes no gradients for parameters that were frozen since
             code = _Code(executor, this, answered=bool(inputs))
             executor.run("backward", this, code)
+        if recorder is not None and this.list_number:
+            recorder.begin(pass_of_code=this.number)  # the backward pass of the code before this list
         return [grad for m in sorted(code.received) for grad in code.received[m]]
+
+    def _first(self, list_number: int) -> int:
+        """Return the first chunk of a list of layers."""
+        return self._executor.programs.placement.firsts[list_number]
 
     def forget(self, number: int) -> None:
         """Make every stage forget a pass whose backward part can no longer follow."""

@@ -164,6 +164,7 @@ class _TrainingStep:
         self._executor, self._side_outputs = executor, executor.side_outputs
         self._ends, self._last = executor.ends, executor.ends[-1]
         self._list_of, self._threads, self._this, self._codes, self._weights = list_of, steps, this, codes, weights
+        self._firsts = [*list_of]
         self.losses: list[Tensor | None] = []
         """The loss of each micro-batch, detached."""
         self.learns = False
@@ -231,7 +232,7 @@ class _TrainingStep:
         sent = [plain(leaf).detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if recorder is not None:
-            recorder.end("b", m, number=this.number)
+            recorder.end("b", m, self._firsts[number], this.number)
         self._inputs[m].append([t for t in tensors if t.requires_grad])
         flags = [t.requires_grad for t in tensors]
         self._ends[number].inputs.send((with_leaves(sent, spec), {}), this.number, m, requires_grad=flags)
@@ -367,7 +368,7 @@ class _TrainingStep:
             keep = number > 0 and (any(self._inputs[m]) or self._use_graphs_of_stages)
             torch.autograd.backward([t for t, _ in known], [grad for _, grad in known], retain_graph=keep)
             if recorder is not None:
-                recorder.end("a", m, number=this.number)
+                recorder.end("a", m, self._firsts[number], this.number)
         if number > 0 and (slots := self._slots[m][number - 1]):
             self._ends[number - 1].output_grads.send([slot.value for slot in slots], this.number, m)
             self._slots[m][number - 1] = []

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import chain
 from typing import Literal, TypeVar
 
 from strategies.pipeline.schedule.operations import (
@@ -127,6 +128,15 @@ class Programs:
             own: Mapping[int, Program] = getattr(self, part)
             self._of_lists[key] = from_stage(own[microbatches], self.placement.firsts[number])
         return self._of_lists[key]
+
+    def rows(self, microbatches: int) -> list[list[Action]]:
+        """Return the actions of each rank in a training step, of all lists."""
+        numbers = range(self.placement.num_lists)
+        if self._lists is not None or len(numbers) == 1:
+            return self.training[microbatches].rows
+        parts = [*(("forward", number) for number in numbers), *(("backward", number) for number in reversed(numbers))]
+        of_parts = [self.of(part, microbatches, number).rows for part, number in parts]
+        return [[*chain(*rows)] for rows in zip(*of_parts, strict=True)]
 
     def _training(self, microbatches: int) -> Program:
         placement = self._placement if self._lists is None else self.placement

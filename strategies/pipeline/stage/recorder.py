@@ -37,12 +37,13 @@ class ActionRecorder:
         self._layer: tuple[int, float] | None = None
         self._has_begun = False
         self.pass_of_code = -1
-        """The pass whose code after the call of the module is being recorded; -1 for any other activity."""
+        """The pass whose code is being recorded, after the call of a list of layers or, going backward, before it; -1
+        for any other activity."""
 
     def begin(self, pass_of_code: int = -1) -> None:
-        """Start the next record. Has no effect after :meth:`hold` and :meth:`split`."""
-        if self._has_begun:
-            self._has_begun = False
+        """Start the next record. After :meth:`hold` and :meth:`split`, only if code after a call is recorded."""
+        has_begun, self._has_begun = self._has_begun, False
+        if has_begun and pass_of_code < 0:
             return
         self._begin = self._received = self._now()
         self._computed, self.pass_of_code = None, pass_of_code

@@ -21,11 +21,12 @@ class Record(NamedTuple):
     """One activity of a process, with times.
 
     Attributes:
-        kind: The kind of an action; or on the driver ``"b"`` and ``"a"``, the code before the call of the pipelined
-            module and its backward pass, ``"feed"``, sending the module's input, and ``"loss"``, the code after the
-            call, with its backward pass if that runs per micro-batch; or ``"step"``, an optimizer's step.
-        microbatch: The micro-batch; the last one if the code of the driver runs for a whole batch.
-        stage: The chunk of layers; -1 if there is none.
+        kind: The kind of an action; or on the driver ``"b"`` and ``"a"``, the code before the call of a list of layers
+            and its backward pass, ``"feed"``, sending the input of the list, and ``"loss"``, the code after the
+            last call, with its backward pass if that runs per micro-batch; or ``"step"``, an optimizer's step.
+        microbatch: The micro-batch. If the code of the driver runs for a whole batch, the first one for ``"b"``, and
+            the last one otherwise.
+        stage: The chunk of layers; for ``"b"``, ``"feed"`` and ``"a"`` the first chunk of the list; -1 for ``"step"``.
         number: The number of the pass; -1 if it belongs to none.
         begin: When the process was ready.
         received: When the input from another process had arrived.
@@ -50,7 +51,9 @@ class Record(NamedTuple):
     def __repr__(self) -> str:
         if self.kind == "step":
             return "optimizer"
-        return f"{self.stage}{self.kind}{self.microbatch}" if self.kind in KINDS else f"{self.kind}{self.microbatch}"
+        if self.kind in KINDS:
+            return f"{self.stage}{self.kind}{self.microbatch}"
+        return f"{'' if self.kind == 'loss' else self.stage or ''}{self.kind}{self.microbatch}"
 
 
 class LayerRecord(NamedTuple):

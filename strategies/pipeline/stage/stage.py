@@ -270,7 +270,7 @@ class Stage:
                 recorder.computed()
         self._edges.post(post, this)
         if recorder is not None and is_feed:
-            recorder.end("feed", post.microbatch, number=this.number)
+            recorder.end("feed", post.microbatch, post.edge, this.number)
         elif recorder is not None and waits and not sends:
             recorder.hold()
 

@@ -1,6 +1,7 @@
 """Models with several lists of layers, which run one after another over the same stages: equal to one process."""
 
 import copy
+import json
 import os
 import re
 import signal
@@ -15,7 +16,7 @@ import pytest
 import torch
 from harness import OWN_SERVER, run
 from model_families import FAMILIES, SIZES, Trained, workers_import_transformers
-from parity import Outcome, accelerator, compare, fit, one_device
+from parity import Outcome, accelerator, compare, fit, on_cpus, one_device
 from pytorch_lightning import Callback, LightningModule
 from pytorch_lightning.callbacks import StochasticWeightAveraging
 from sleep_layer import slept
@@ -24,7 +25,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 from verifying import verified
 
-from strategies import Recovery, RPCSequentialStrategy
+from strategies import Rebalance, Recovery, RPCSequentialStrategy
 from strategies.pipeline.schedule.planned import PlannedSchedule
 from strategies.pipeline.schedule.tables import one_f_one_b
 from trainer import PipelineMonitor, Trainer
@@ -484,7 +485,6 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
     "order": ({"schedule": "1f1b", "balance": "even", "module": ["decoder.layers", "encoder.layers"]}, dict),
     "zbv": ({"schedule": "zbv"}, dict),
     "table": ({"schedule": one_f_one_b}, dict),
-    "moves by itself": ({"rebalance": "auto", "balance": "even"}, dict),
     "averages": (
         {"balance": "even"},
         lambda: {"callbacks": [StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)]},
@@ -498,8 +498,6 @@ MESSAGES = {
     "order": "training_step called 'encoder.layers' before 'decoder.layers', but .* Name them in the order of",
     "zbv": "schedule='zbv' is for one list of layers, but 2 .* 'gpipe', '1f1b', 'interleaved', 'zb-h1'",
     "table": "schedule=.*one_f_one_b.* is for one list of layers",
-    "moves by itself": "rebalance='auto' is for "
-    + ("one list of layers, but several are pipelined" if accelerator() == "cpu" else "stages on CPUs"),
     "averages": "one nn.Sequential or nn.ModuleList, but 'encoder.layers' and 'decoder.layers' are pipelined together",
     "balance": r"The provided balance \[2, 2, 2, 1\] has \[2, 2\] for list 0 of 2, which has 3 layers",
     "data plane": "2 lists of layers are pipelined one after another under data_plane='gloo' only"
@@ -616,6 +614,38 @@ def test_the_time_of_a_step_is_the_predicted_one(schedule: str) -> None:
     assert predicted == pytest.approx(seconds, rel=0.1)
 
 
+class SleepingBlock(Attention):
+    def forward(self, x: Tensor, mask: Tensor, memory: Tensor | None = None) -> Tensor:
+        return slept(super().forward(x, mask, memory), 0.01, 0.02)
+
+
+class Sleepy(Translator):
+    """Blocks that take time, of which the driver has too few at first."""
+
+    def __init__(self) -> None:
+        super().__init__((4, 4))
+        for side in (self.encoder, self.decoder):
+            side.layers = nn.ModuleList(SleepingBlock() for _ in range(4))
+
+
+def moved_by_itself(schedule: str) -> None:
+    options: dict[str, Any] = {"module": list(Sleepy.lists), "schedule": schedule, "microbatches": 3}
+    strategy = RPCSequentialStrategy([3, 1, 3, 1], rebalance=Rebalance(every_n_steps=3), **options)
+    compare(fit(Sleepy, strategy, 2, **SETTINGS), fit(Sleepy, one_device(), 1, **SETTINGS))
+    balance = list(strategy.balance)
+    assert balance != [3, 1, 3, 1] and sum(balance[:2]) == sum(balance[2:]) == 4 and balance[0] + balance[2] < 6, (
+        balance
+    )
+
+
+@on_cpus
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_layers_of_both_lists_move_by_themselves(schedule: str) -> None:
+    run(moved_by_itself, schedule, timeout_seconds=280)
+
+
 class Squares(Translator):
     """Adds the squares of the weights of both lists to the loss, which the driver computes with values of stages."""
 
@@ -632,7 +662,12 @@ def monitored(folder: str) -> None:
         strategy = RPCSequentialStrategy("even", module=list(make.lists), schedule=schedule, microbatches=3)
         compare(fit(make, strategy, 2, **SETTINGS, callbacks=[monitor]), fit(make, one_device(), 1, **SETTINGS))
         files = {path.name for path in Path(own).rglob("*")}
-        assert {"step-1.trace.json", "events.jsonl"} <= files and not any(name.endswith("svg") for name in files)
+        assert {"step-1.trace.json", "events.jsonl", "step-1.svg"} <= files
+        picture = next(Path(own).rglob("step-1.svg")).read_text()
+        places = [picture.index(f">{name}<") for name in ("0F0", "2F0", "2B0", "0B0")]
+        assert len(set(places)) == 4
+        trace = json.loads(next(Path(own).rglob("step-1.trace.json")).read_text())["traceEvents"]
+        assert {"2b0", "2a2"} <= {event["name"] for event in trace}
 
 
 @pytest.mark.slow

@@ -50,7 +50,7 @@ def recorded_step(
         for step in steps:
             start, end = simulation.start[step], simulation.end[step]
             if isinstance(step, UserCode):
-                row.append(Record(step.part, step.microbatch, -1, 0, start, start, end, end))
+                row.append(Record(step.part, step.microbatch, step.stage, 0, start, start, end, end))
                 continue
             is_last = step.kind == "F" and step.stage == len(balance) - 1
             row.append(Record(*step, 0, start, start, end - loss * is_last, end - loss * is_last))

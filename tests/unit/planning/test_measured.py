@@ -1,11 +1,12 @@
 """Records of a step: times by part, the timetable and its bubble, the prediction, and the trace."""
 
+from dataclasses import replace
 from itertools import chain
 
 import pytest
 
 from strategies.pipeline.schedule.operations import UserCode
-from strategies.pipeline.schedule.tables import SCHEDULES, Action, ActionTable
+from strategies.pipeline.schedule.tables import SCHEDULES, Action, ActionTable, Placement, loop
 from strategies.pipeline.stage.records import Record
 from strategies.planning.measured import (
     from_first_forward,
@@ -15,7 +16,7 @@ from strategies.planning.measured import (
     trace_of,
     uses_of,
 )
-from strategies.planning.simulator import ActionCosts, DriverCosts, Simulation, simulate
+from strategies.planning.simulator import ActionCosts, DriverCosts, Simulation, simulate, with_driver_between
 
 LOSS = 0.25
 """What the driver's code after the call of the module takes, per micro-batch."""
@@ -30,7 +31,7 @@ def recorded(simulation: Simulation) -> list[list[Record]]:
         for step in steps:
             start, end = simulation.start[step], simulation.end[step]
             if isinstance(step, UserCode):
-                row.append(Record(step.part, step.microbatch, -1, 0, free, start, end, end))
+                row.append(Record(step.part, step.microbatch, step.stage, 0, free, start, end, end))
             else:
                 ends = end - LOSS if step.kind == "F" and step.stage == last else end
                 row.append(Record(step.kind, step.microbatch, step.stage, 0, free, start, ends, ends))
@@ -41,21 +42,25 @@ def recorded(simulation: Simulation) -> list[list[Record]]:
     return rows
 
 
-def table_of(name: str, microbatches: int = 4) -> ActionTable:
+def table_of(name: str, microbatches: int = 4, num_lists: int = 1) -> ActionTable:
     """The table of a schedule for three processes."""
-    return SCHEDULES[name].table(3, microbatches, SCHEDULES[name].chunks[1])
+    return SCHEDULES[name].of(3, microbatches, SCHEDULES[name].chunks[1], num_lists)
 
 
+@pytest.mark.parametrize("num_lists", [1, 2])
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "gpipe"])
-def test_a_step_without_noise_is_as_predicted(name: str) -> None:
-    table = table_of(name)
+def test_a_step_without_noise_is_as_predicted(name: str, num_lists: int) -> None:
+    if num_lists > 1 and SCHEDULES[name].lists is None:
+        pytest.skip("the schedule is for one list of layers")
+    table = table_of(name, num_lists=num_lists)
     num = 1 + max(action.stage for action in chain(*table))
     forward = [1.0 + i / 8 for i in range(num)]
-    driver = DriverCosts(before=0.125, after=LOSS, before_backward=0.0625)
+    between = [(0.25, 0.375)] * (num_lists - 1)
+    driver = DriverCosts(before=0.125, after=LOSS, before_backward=0.0625, between=between)
     costs = ActionCosts(forward, 2.0, 1.0, 1.25, transfer=0.03125, driver=driver)
-    expected = simulate(table, costs)
+    expected = simulate(table, costs, placement=replace(Placement.of(table), num_lists=num_lists))
     rows = recorded(expected)
-    measured = measured_timetable(rows)
+    measured = measured_timetable(rows, num_lists)
     assert measured is not None
     assert measured.end == pytest.approx(expected.end) and measured.start == pytest.approx(expected.start)
     assert measured.bubble_fraction == pytest.approx(expected.bubble_fraction)
@@ -83,6 +88,28 @@ def test_under_gpipe_the_loss_is_between() -> None:
     predicted = predicted_timetable(rows, measured, table, whole_batch=True)
     assert predicted.end == pytest.approx(measured.end)
     assert predicted.bubble_fraction == pytest.approx(measured.bubble_fraction)
+
+
+def test_under_gpipe_the_passes_of_all_lists_are_one_timetable() -> None:
+    """Each list is a pass with a number of its own; the code between two lists runs once."""
+    table, placement = table_of("gpipe", 2, 2), loop(3).repeated(2)
+    plain = simulate(table, ActionCosts(1.0, 2.0), placement=placement, at_once=True)
+    expected = with_driver_between(plain, DriverCosts(after=5.0, between=[(3.0, 4.0)]))
+    rows: list[list[Record]] = [[], [], []]
+    for r, row in enumerate(expected.rows):
+        for step in row:
+            start, end, number = expected.start[step], expected.end[step], 7 + placement.list_of(step.stage)
+            is_last = isinstance(step, Action) and step == Action("F", 1, 5)
+            ends = end - 5.0 if is_last else end
+            rows[r].append(Record(step[0], step.microbatch, step.stage, number, start, start, ends, ends))
+            if is_last:
+                rows[r].append(Record("loss", 1, 5, number, ends, ends, end, end))
+    measured = measured_timetable(rows, 2)
+    assert measured is not None and measured.placement == placement
+    assert measured.start == expected.start and measured.end == expected.end
+    predicted = predicted_timetable(rows, measured, table, whole_batch=True)
+    assert predicted.end == pytest.approx(measured.end) and predicted.start == pytest.approx(measured.start)
+    assert measured_timetable([[record for record in row if record.number == 8] for row in rows], 2) is None
 
 
 def test_parts_add_up() -> None:

@@ -17,7 +17,18 @@ from strategies.pipeline.schedule.program import (
     forward_program,
     ranks_of,
 )
-from strategies.pipeline.schedule.tables import Action, Placement, gpipe, interleaved, loop, one_f_one_b, v, zb_h1, zbv
+from strategies.pipeline.schedule.tables import (
+    SCHEDULES,
+    Action,
+    Placement,
+    gpipe,
+    interleaved,
+    loop,
+    one_f_one_b,
+    v,
+    zb_h1,
+    zbv,
+)
 from strategies.planning.simulator import ActionCosts, DriverCosts, render, simulate
 
 SIZES = [(p, m) for p in (1, 2, 3, 5) for m in (1, 2, 3, 7, 16)]
@@ -73,6 +84,17 @@ def test_several_lists_run_in_rounds_with_code_between_them(name: str) -> None:
                     assert row.count(UserCode("a", number, first)) == 1
                     assert [*map(repr, row)].count(f"{first - 1}RECV_B{number}") == 1
         assert len(tables.of("forward", m, lists - 1).operations) == p
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
+def test_the_rows_of_a_step_are_those_of_the_table_of_all_lists(name: str) -> None:
+    for p, m, lists in [(2, 3, 1), (2, 3, 2), (3, 4, 3)]:
+        tables = Settings(schedule=name).programs(p, num_lists=lists)
+        rows = tables.rows(m)
+        assert rows == SCHEDULES[name].of(p, m, 1, lists)
+        if name == "gpipe":
+            parts = [tables.of("forward", m, number).rows[-1] for number in range(lists)]
+            assert rows[-1][: m * lists] == [action for row in parts for action in row]
 
 
 @pytest.mark.parametrize("placement", [loop, lambda p, chunks: v(p)], ids=["loop", "v"])
