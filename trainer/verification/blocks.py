@@ -51,9 +51,9 @@ def check_blocks(model: nn.Module, lists: Lists, number: int, num_stages: int = 
         )
     if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= most.number:
         kind = "blocks that are alike" if most.length == 1 else f"groups of {most.length} layers that are alike"
+        have = "have at most" if len(paths) > 1 else "has"
         raise MisconfigurationException(
-            f"blocks={number}, but {named} has {'at most ' * (len(paths) > 1)}{most.number} {kind} in a row; give 1 to "
-            f"{most.number}."
+            f"blocks={number}, but {named} {have} {most.number} {kind} in a row; give 1 to {most.number}."
         )
     for parts in lists:
         if (left := sum(len(layers[path]) - found[path].removed(number) for path in parts)) < num_stages:
