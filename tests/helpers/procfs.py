@@ -1,8 +1,10 @@
 """What Linux's /proc knows about processes, ports and shared memory: the eyes of the test harness."""
 
 import os
+import signal
 import socket
 import struct
+import time
 from pathlib import Path
 
 MEBI = 2**20
@@ -41,6 +43,13 @@ def is_alive(pid: int) -> bool:
         return _state_parent_session(pid)[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):  # it ended before the file was opened, or between that and the read
         return False
+
+
+def stop(pid: int) -> None:
+    """Stops a process and waits until each of its threads stands still: one stops first, and tells the others."""
+    os.kill(pid, signal.SIGSTOP)
+    while any(_state_parent_session(task)[0] != "T" for task in Path(f"/proc/{pid}/task").iterdir()):
+        time.sleep(0.001)
 
 
 def describe(pid: int) -> str:
@@ -105,9 +114,9 @@ def unowned(segments: set[str]) -> list[str]:
     return sorted(segments - used)
 
 
-def _state_parent_session(pid: int) -> tuple[str, int, int]:
+def _state_parent_session(pid: int | Path) -> tuple[str, int, int]:
     # The command name may hold spaces and brackets; the fields are counted from its closing bracket.
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    fields = Path("/proc", f"{pid}", "stat").read_text().rpartition(")")[2].split()
     return fields[0], int(fields[1]), int(fields[3])
 
 

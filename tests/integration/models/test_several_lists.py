@@ -630,7 +630,7 @@ class Sleepy(Translator):
 
 def moved_by_itself(schedule: str) -> None:
     options: dict[str, Any] = {"module": list(Sleepy.lists), "schedule": schedule, "microbatches": 3}
-    strategy = RPCSequentialStrategy([3, 1, 3, 1], rebalance=Rebalance(every_n_steps=3), **options)
+    strategy = RPCSequentialStrategy([3, 1, 3, 1], rebalance=Rebalance(every_n_steps=3, threshold=0.02), **options)
     compare(fit(Sleepy, strategy, 2, **SETTINGS), fit(Sleepy, one_device(), 1, **SETTINGS))
     balance = list(strategy.balance)
     assert balance != [3, 1, 3, 1] and sum(balance[:2]) == sum(balance[2:]) == 4 and balance[0] + balance[2] < 6, (

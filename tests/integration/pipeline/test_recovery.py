@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run
-from procfs import is_alive
+from procfs import is_alive, stop
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -457,7 +457,7 @@ def a_worker_that_hangs() -> None:
     x = torch.randn(4, 3)
     module, pipeline = two_stages(nn.Linear(3, 3), nn.Linear(3, 3), rpc_timeout_sec=2.0)
     expected = module(x).tolist()
-    os.kill(worker_of(pipeline), signal.SIGSTOP)
+    stop(worker_of(pipeline))
     assert module(x).tolist() == expected and "does not answer" in pipeline.repairs[0].lost
     pipeline.close()
 
