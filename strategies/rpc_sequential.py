@@ -51,6 +51,7 @@ from strategies.lightning.features.recovery import LostWorkers
 from strategies.lightning.features.replicas import AveragedReplicas
 from strategies.lightning.features.seeds import LayerSeeds
 from strategies.lightning.features.summary import SummaryOfStages
+from strategies.lightning.features.tensor_parallel import TensorParallel
 from strategies.lightning.hooks import Undo, follow_optimizers
 from strategies.lightning.launch.replicas import ReplicatedStrategy
 from strategies.lightning.options import Options, Rebalance, Schedule
@@ -77,6 +78,7 @@ FEATURES: Sequence[KindOfFeature] = (
     HuggingFaceModels,
     SummaryOfStages,
     AveragedReplicas,
+    TensorParallel,
     LostWorkers,
     PrecisionOnStages,
     BatchNormLayers,
@@ -202,6 +204,11 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         data_parallel_size: Number of replicas of the pipeline, each with ``devices / data_parallel_size`` stages and
             its share of the data. Each stage averages its gradients with the same stage of the other replicas.
             Default: 1.
+        tensor_parallel_size: Number of pipelines that divide the weights of each layer of a replica, and see the same
+            rows. ``devices`` is then the number of stages times ``tensor_parallel_size`` times ``data_parallel_size``.
+            The layers are divided by the plan of a Hugging Face model (``tp_plan``) or by the one that the model's
+            method ``tensor_parallel_plan()`` returns; every pipeline computes what has no plan. See
+            ``docs/tensor_parallel.md``. Default: 1.
         shard_optimizer_states: If ``True``, the replicas of a stage divide its optimizer states and steps among
             themselves (ZeRO stage 1). After a step, each replica sends its new values to the other replicas. Default:
             ``False``.
@@ -246,6 +253,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         loss_weight: Literal["rows", "tokens"] = "rows",
         microbatch_tokens: int | None = None,
         data_parallel_size: int = 1,
+        tensor_parallel_size: int = 1,
         shard_optimizer_states: bool = False,
         state_dict_type: str = "full",
         async_save: bool = False,
@@ -270,6 +278,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             loss_weight,
             microbatch_tokens,
             data_parallel_size,
+            tensor_parallel_size,
             shard_optimizer_states,
             state_dict_type,
             async_save,
@@ -289,9 +298,8 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         ]
         """What a run can do besides training. Features can be added before the first run; see CONTRIBUTING.md."""
         parallel = (accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
-        super().__init__(
-            data_parallel_size, *parallel, replaces_workers=recovery is not None and recovery.max_restarts > 0
-        )
+        replaces_workers = recovery is not None and recovery.max_restarts > 0
+        super().__init__(data_parallel_size, tensor_parallel_size, *parallel, replaces_workers=replaces_workers)
         self._timeout = timedelta(seconds=settings.patience_seconds)
         self._state_dict_type, self._async_save = state_dict_type, async_save
         self._run: Run | None = None
@@ -611,14 +619,15 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         """
         if self._run is not None:
             self._run.pipeline.verify()
-        if not self.is_global_zero:
+        if self.global_rank > 0:
             return {}
-        return super().lightning_module_state_dict() if self._run is None else self._run.states.weights()
+        weights = super().lightning_module_state_dict() if self._run is None else self._run.states.weights()
+        return weights if self.is_global_zero else {}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state dict of an optimizer over all stages, as in one process, on the first replica only."""
         divides = self.options.shard_optimizer_states
-        if not (self.is_global_zero or divides):
+        if not (self.global_rank == 0 or divides):
             return {}
         own = unwrapped(optimizer)
         if is_stand_in(own):
@@ -732,10 +741,19 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         run, references = self.run, self._construction.take_references()
         if self._shards is None:
             with run.pipeline.optimizers.references.used(references):
-                super().load_optimizer_state_dict(checkpoint)
+                super().load_optimizer_state_dict(self._own_part(run, checkpoint))
             return
         check_optimizer_states([unwrapped(own) for own in self.optimizers], checkpoint["optimizer_states"])
         run.states.load_optimizer_states(checkpoint["optimizer_states"], self._shards)
+
+    def _own_part(self, run: Run, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a checkpoint with this pipeline's part of the optimizer states, if pipelines divide layers."""
+        divided = run.pipeline.divided
+        if divided is None:
+            return checkpoint
+        pairs = zip(self.optimizers, checkpoint["optimizer_states"], strict=True)
+        own = [{**state, "state": divided.own_states(unwrapped(its), state["state"])} for its, state in pairs]
+        return {**checkpoint, "optimizer_states": own}
 
     def rpc_save_model(self, trainer: Trainer, save_model_fn: Callable[[Trainer, Any], Any], filepath: Any) -> None:
         """Call ``save_model_fn(trainer, filepath)`` while the model has the weights of every stage.

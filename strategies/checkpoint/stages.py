@@ -43,6 +43,7 @@ from strategies.pipeline.control.parts import Part, PartKind
 from strategies.pipeline.control.shelf import Fetch, beside, in_turn
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.state.shelved import ShelvedTensor, is_shelved, put_values, shelved_tensors, values_of
+from strategies.sharding.tensor_parallel import connected
 
 Names = dict[str, tuple[int, str]]
 """Tensors on the shelf of a stage: key in the checkpoint ──▶ number of the part on the shelf, and path in this part."""
@@ -74,12 +75,19 @@ class StageStates:
             for state in self._pipeline.states:
                 late.enter_context(state.reading_late())
             gathered: dict[str, Any] = self._model.state_dict()
+        if (divided := self._pipeline.divided) is not None:
+            parts = {name: gathered[name] for name in divided.parts}
+            put_values(parts)
+            gathered.update(divided.whole_weights(parts, connected()))
         self._weights = {name: value for name, value in gathered.items() if isinstance(value, ShelvedTensor)}
         return gathered
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state dict of an optimizer; tensors of remote stages are :class:`ShelvedTensor` objects."""
         state = self._pipeline.optimizers.state_dict(optimizer, shelved_tensors)
+        if (divided := self._pipeline.divided) is not None:
+            put_values(state)
+            state["state"] = divided.whole_states(optimizer, state["state"], connected())
         self._states[optimizer] = _states_elsewhere(optimizer, state)
         self.has_gathered = True
         return state
@@ -90,6 +98,11 @@ class StageStates:
         In one process, a state dict shares its tensors with the model and the optimizers. It therefore reflects what a
         hook such as ``on_save_checkpoint`` changes. A shelf also shares tensors, unless the method replaces them.
         """
+        if self._pipeline.divided is not None and self.has_gathered:
+            raise RuntimeError(
+                "a method of an optimizer was called while a checkpoint was collected, such as in on_save_checkpoint; "
+                "with tensor_parallel_size the checkpoint has copies that do not follow. Call it before the checkpoint."
+            )
         if self._weights:
             before, now = self._weights, self.weights()
             _take_over_shelved(before, {name: now[name] for name in before})
@@ -235,6 +248,10 @@ class StageStates:
         if not self._pipeline.states:
             yield
             return
+        if self._pipeline.divided is not None:
+            raise RuntimeError(
+                "rpc_save_model needs whole layers, but tensor_parallel_size divides them. Save a checkpoint."
+            )
         module, kept = self._pipeline.module, []
         starts = [start for start, _ in module.parts] if isinstance(module, JoinedLists) else [f"{self._path}."]
         for start, state in zip(starts, self._pipeline.states, strict=True):

@@ -5,6 +5,7 @@ Hugging Face models declare their blocks, whether they fill a key-value cache, a
 
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,9 @@ from strategies.common.torch_compat import forward_hooks
 
 _BLOCK_CLASSES = "_no_split_modules"
 """Attribute of a ``PreTrainedModel``: the names of the classes of its blocks."""
+
+_TENSOR_PLAN = "tp_plan"
+"""Property of a ``PreTrainedModel``: the styles by which tensor parallelism divides its layers."""
 
 _INITIALISES = "_init_weights"
 """Method of a ``PreTrainedModel`` that sets the initial values of the parameters and buffers of one of its modules."""
@@ -49,6 +53,26 @@ def lists_of_blocks(model: nn.Module) -> list[str]:
         is_inside = any(path.startswith(f"{outer}.") for outer in found)
         if not is_inside and isinstance(module, nn.ModuleList) and {type(block).__name__ for block in module} & names:
             found.append(path)
+    return found
+
+
+def tensor_parallel_plans(model: nn.Module) -> list[tuple[str, Any, dict[str, str]]]:
+    """Return path, configuration and tensor parallel plan of each Hugging Face model that has a plan.
+
+    The names of a plan are those of the whole model. A model inside another has no entry, because the outer one has its
+    plan. Layers that this model lacks are left out, since a plan is for all models of a class.
+    """
+    found: list[tuple[str, Any, dict[str, str]]] = []
+    for path, module in model.named_modules():
+        is_inside = any(path.startswith(f"{outer}." if outer else "") for outer, _, _ in found)
+        plan = getattr(module, _TENSOR_PLAN, None) if hasattr(module, _BLOCK_CLASSES) else None
+        if is_inside or not plan:
+            continue
+        names = {re.sub(r"\.\d+(?=\.|$)", ".*", f".{name}")[1:] for name, _ in module.named_modules()}
+        names |= {re.sub(r"\.\d+(?=\.|$)", ".*", f".{name}")[1:] for name, _ in module.named_parameters()}
+        start = f"{path}." if path else ""
+        own = {f"{start}{name}": style for name, style in plan.items() if name in names}
+        found.append((path, getattr(module, "config", None), own))
     return found
 
 

@@ -254,7 +254,7 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
                 alone = self.world_size == 1
                 check_divisible(optimizer, [parameters_of(optimizer)] if alone else None)
                 if self.stage == 3 and not alone:
-                    check_by_element(optimizer)
+                    check_by_element(optimizer, "stage=3", "stage=2")
         check_dense_gradients(model)
         assert self._groups is not None
         sharded: ShardedOptimizers | RowOptimizers

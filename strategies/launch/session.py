@@ -203,6 +203,40 @@ def join_group(
     return group
 
 
+@dataclass(frozen=True)
+class Peers:
+    """The place of one pipeline among several whose stages communicate: each stage with the same stage of the others.
+
+    Attributes:
+        number: Number of this pipeline.
+        count: Number of pipelines.
+        rendezvous: URL of the store at which the processes of one stage connect, the same for all pipelines; see
+            :mod:`~strategies.launch.rendezvous`.
+        timeout_seconds: Time-out for waiting for another pipeline.
+        reachable_address: An address that every process can reach.
+        name: Distinguishes these pipelines from others that use the same store.
+        round: How often the pipelines have returned to a snapshot, each time with new workers.
+    """
+
+    number: int
+    count: int
+    rendezvous: str
+    timeout_seconds: float
+    reachable_address: str = LOOPBACK
+    name: str = "stage"
+    round: int = 0
+
+    def join(self, stage: int, check: Callable[[], None] = lambda: None) -> dist.ProcessGroup:
+        """Connect the processes of one stage. Returns their group when all have joined.
+
+        Args:
+            stage: Number of the stage.
+            check: Called while waiting. Ends the wait by raising an exception.
+        """
+        url = f"{self.rendezvous}/{self.name}-{stage}" + (f"-{self.round}" if self.round else "")
+        return join_group(url, self.number, self.count, self.timeout_seconds, self.reachable_address, check)
+
+
 def _beside(connect: Callable[[Callable[[], None]], Any], check: Callable[[], None]) -> Any:
     """Call a function that waits in C++ and cannot be interrupted, on another thread.
 

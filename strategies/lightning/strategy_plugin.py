@@ -55,7 +55,13 @@ from strategies.lightning.compat import (
     unwrapped,
 )
 from strategies.lightning.launch.environment import check_num_processes, is_external
-from strategies.lightning.launch.loopback import LoopbackEnvironment, connect, listening_towards, on_loopback
+from strategies.lightning.launch.loopback import (
+    LoopbackEnvironment,
+    connect,
+    listening_towards,
+    on_loopback,
+    place_in_group,
+)
 from strategies.lightning.launch.script_launcher import in_place_of, mark_entered
 from strategies.optim.calls import after_steps
 from strategies.optim.restricted import check_optimizer_states, parameters_of
@@ -120,7 +126,8 @@ class StrategyPlugin(Strategy):
             if self._async_save:
                 check_links(trainer)
         ranks = cast(Any, self)  # every strategy of Relay is a ParallelStrategy
-        has_group = getattr(ranks, "is_distributed", True)  # a single pipeline has no process group
+        rank, size = place_in_group(ranks)
+        has_group = getattr(ranks, "num_pipelines", 2) > 1  # a single pipeline has no process group
         if has_group:
             check_connections()
         if has_group and isinstance(getattr(ranks, "cluster_environment", None), LoopbackEnvironment):
@@ -128,12 +135,11 @@ class StrategyPlugin(Strategy):
         elif self._rpc_timeout_sec is not None and ranks.num_nodes > 1:
             self._listening = listening_towards(ranks.cluster_environment.main_address)
         super().setup_environment()
-        if ranks.world_size > 1:
+        if size > 1:
             key = ranks.broadcast(f"relay/rank-0/{uuid4().hex}")
             self._rank_0_watch = Rank0Watch(key)
             if self._rpc_timeout_sec is not None and ranks.num_nodes > 1:
                 address = ranks.cluster_environment.main_address
-                rank, size = ranks.global_rank, ranks.world_size
                 self._host_links = HostLinks(shared_store(key), "hosts", rank, size, address, self._rpc_timeout_sec)
         mark_entered(self.launcher)
         if self._async_save:

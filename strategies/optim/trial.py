@@ -74,11 +74,13 @@ def check_divisible(optimizer: Optimizer, parts: Sequence[Collection[Tensor]] | 
         )
 
 
-def check_by_element(optimizer: Optimizer) -> None:
+def check_by_element(optimizer: Optimizer, option: str, instead: str) -> None:
     """Check that several processes, each of which steps some rows of every parameter, get the result of one process.
 
     Args:
         optimizer: The optimizer of the whole model, which has passed :func:`check_divisible`.
+        option: The option that needs this, for the message.
+        instead: What to use instead, which leaves parameters whole.
 
     Raises:
         ValueError: If the results differ.
@@ -86,9 +88,9 @@ def check_by_element(optimizer: Optimizer) -> None:
     sample = [p for share in _shares(optimizer, None) for p in share]
     if where := _tried(optimizer, [(sample, rows) for rows in _ROWS], leads=False):
         raise ValueError(
-            f"{type(optimizer).__name__} cannot be used under stage=3, where each process steps some rows of every "
+            f"{type(optimizer).__name__} cannot be used under {option}, where each process steps some rows of every "
             f"parameter: what it does to one element depends on others, for example by a norm or by a product of "
-            f"matrices (in a trial on small copies, {where}). Use stage=2, which leaves parameters whole, or an "
+            f"matrices (in a trial on small copies, {where}). Use {instead}, which leaves parameters whole, or an "
             "optimizer that updates each element by itself, such as AdamW."
         )
 

@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from math import prod
 from operator import itemgetter
 from typing import Any, NoReturn
 from weakref import ref
@@ -34,7 +35,7 @@ from strategies.launch.allocator import keep_freed_memory
 from strategies.launch.ranks import Ranks, World
 from strategies.launch.rendezvous import store_at
 from strategies.launch.rounds import Rounds
-from strategies.launch.session import environment_variables, join_data_plane, variables_of_nccl
+from strategies.launch.session import Peers, environment_variables, join_data_plane, variables_of_nccl
 from strategies.launch.workers import Workers, share_of_threads
 from strategies.optim.restricted import numbers_of, parameters_of
 from strategies.optim.trial import check_divisible
@@ -84,6 +85,8 @@ from strategies.pipeline.transport.storages import send_storages
 from strategies.pipeline.transport.ties import TiedParameters, find_ties, owned_parameters
 from strategies.pipeline.worker.process import abort_transfers, host
 from strategies.pipeline.worker.setup import StageSetup
+from strategies.sharding import tensor_parallel
+from strategies.sharding.tensor_parallel import DividedModel, TensorGroup
 
 _END_SECONDS = 5.0
 """How long a worker may take to end before it is killed."""
@@ -210,6 +213,8 @@ class Pipeline(NotCopyable):
         model: The model that contains ``module``. A layer that refers to the model cannot be sent to a worker.
         seeds: Source of the layers' seeds; by default the global generator of this process.
         replicas: The other pipelines, if there are several.
+        parts: The pipelines that divide the layers of each stage, if there are several.
+        divided: How they divide the layers. Parameters of the model are the parts of this pipeline.
         world: The ranks of this run, if a launcher such as torchrun started the processes.
         copies: Copies of ``model`` to which operations on all stages also apply. They cannot be called while the
             pipeline runs.
@@ -237,6 +242,8 @@ class Pipeline(NotCopyable):
         model: nn.Module | None = None,
         seeds: Seeds | None = None,
         replicas: Replicas | None = None,
+        parts: Peers | None = None,
+        divided: DividedModel | None = None,
         world: World | None = None,
         copies: Sequence[ModelCopy] = (),
         skips_infinite_steps: bool = False,
@@ -267,11 +274,13 @@ class Pipeline(NotCopyable):
             partial(locate, self.stages, model),
             self._complete_grads,
             skips_infinite_steps=skips_infinite_steps,
+            divided=divided,
         )
         self.failures = Failures()
         """The failures of all processes since the last start."""
         self._devices, self.settings = devices, settings
         self._seeds, self._replicas, self._world = seeds or Seeds.ahead_of_the_process(), replicas, world
+        self._parts_of_layers, self.divided = parts, divided
         self._construction = construction
         self._blocks: DeferredBlocks | None = None
         if isinstance(module, nn.ModuleList):
@@ -403,7 +412,8 @@ class Pipeline(NotCopyable):
         if not self.failures.raised:
             return running
         remotes = running.executor.remotes
-        if self._replicas is not None or any(remote.has_ended for remote in remotes):
+        has_peers = self._replicas is not None or self._parts_of_layers is not None
+        if has_peers or any(remote.has_ended for remote in remotes):
             self.failures.raise_cause()
         self._gather(running, with_grads=True)
         self.close(gather=False)
@@ -673,7 +683,8 @@ class Pipeline(NotCopyable):
         Adds an entry to ``holders`` for each stage whose layers have left this process.
         """
         ending.callback(torch.set_num_threads, torch.get_num_threads())
-        num_local = len(self.stages) * (self._replicas.count if self._replicas else 1)
+        num_pipelines = prod(peers.count for peers in (self._replicas, self._parts_of_layers) if peers is not None)
+        num_local = len(self.stages) * num_pipelines
         threads = share_of_threads(num_local) if self._world is None else self._world.num_threads
         torch.set_num_threads(threads)
         keep_freed_memory()
@@ -693,7 +704,14 @@ class Pipeline(NotCopyable):
         workers = self._open(parcels, threads, session, client=client, taken=leave)
         recovery = self._recovery = self._recovering(workers, session, threads, outliving)
         remotes = workers.remotes
-        averaging = self._join_replicas(self._replicas, ending) if self._replicas is not None else None
+        averaging: Averaging | None = None
+        if self._replicas is not None:
+            group, wait = self._join(self._replicas, ending)
+            averaging = Averaging(group, self.parameters_here, self._buffers_here, wait=wait)
+            ending.callback(averaging.close)
+        if self._parts_of_layers is not None:
+            tensor_parallel.connect(TensorGroup(*self._join(self._parts_of_layers, ending)))
+            ending.callback(tensor_parallel.connect, None)
         for remote in remotes:
             remote.on_use = self._bypass.note_use
         self.optimizers.drop_shipped_states()
@@ -789,15 +807,13 @@ class Pipeline(NotCopyable):
         """The parts of stage ``i`` in this process, for the model and each of its copies."""
         return [PartOfModule(stages[i], model, optimizers) for model, _, stages, optimizers in self._all()]
 
-    def _join_replicas(self, replicas: Replicas, ending: ExitStack) -> Averaging:
-        """Connect to the drivers of the other replicas, until the run ends."""
+    def _join(self, peers: Peers, ending: ExitStack) -> tuple[ProcessGroup, Wait]:
+        """Connect to the drivers of other pipelines, until the run ends."""
         with self.failures.explained():
-            group = replicas.join(len(self.stages) - 1, self.failures.raise_untold)
+            group = peers.join(len(self.stages) - 1, self.failures.raise_untold)
         wait = InterruptibleWait(self.failures, outlives_session=True)
         ending.callback(wait.end)
-        averaging = Averaging(group, self.parameters_here, self._buffers_here, wait=wait)
-        ending.callback(averaging.close)
-        return averaging
+        return group, wait
 
     def _all(self) -> list[tuple[nn.Module, nn.Module, list[StageLayers], Sequence[Optimizer]]]:
         """The model and its copies, each with its pipelined module, the stages of this module, and its optimizers."""
@@ -827,6 +843,7 @@ class Pipeline(NotCopyable):
             deferred_batch_norm=self.settings.deferred_batch_norm,
             ties=self._ties,
             replicas=self._replicas,
+            parts=self._parts_of_layers,
             call=call_in_turn if self._blocks is None else call_blocks,
             reports_side_outputs=True,
             placement=self.programs.placement,

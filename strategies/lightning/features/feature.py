@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Protocol, TypedDict
 from torch.optim import Optimizer
 
 from strategies.launch.rounds import Rounds
+from strategies.launch.session import Peers
 from strategies.lightning.compat import MisconfigurationException
 from strategies.lightning.hooks import Undo
 from strategies.lightning.options import Options
@@ -21,6 +22,7 @@ from strategies.pipeline.driver import ModelCopy, Pipeline
 from strategies.pipeline.optim.replicas import Replicas
 from strategies.pipeline.recovery.repairs import Recovery
 from strategies.pipeline.stage.layers import Seeds
+from strategies.sharding.tensor_parallel import DividedModel
 
 
 class PipelineArguments(TypedDict, total=False):
@@ -28,7 +30,9 @@ class PipelineArguments(TypedDict, total=False):
 
     construction: Construction | None
     copies: Sequence[ModelCopy]
+    divided: DividedModel | None
     gathers_on_end: bool
+    parts: Peers | None
     recovery: Recovery | None
     replicas: Replicas | None
     seeds: Seeds | None

@@ -25,39 +25,42 @@ _FIRST_SECONDS = 3.0
 """How much later ranks end than rank 0, since a launcher ends all ranks when the first of them ends."""
 
 
-def check_launch(environment: ClusterEnvironment, num_devices: int, num_nodes: int, num_replicas: int) -> None:
+def check_launch(
+    environment: ClusterEnvironment, num_devices: int, num_nodes: int, num_replicas: int, num_parts: int
+) -> None:
     """Check that the number of processes agrees with the Trainer's arguments.
 
     Args:
         environment: Knows whether a launcher has started processes, and how many.
         num_devices: Number of devices of each host.
         num_nodes: Number of hosts.
-        num_replicas: Number of pipelines among which the devices are divided.
+        num_replicas: Number of replicas among which the devices are divided.
+        num_parts: Number of pipelines of each replica.
 
     Raises:
         MisconfigurationException: If the number does not agree, or if the devices cannot be divided evenly.
     """
-    number = num_devices * num_nodes
+    number, num_pipelines = num_devices * num_nodes, num_replicas * num_parts
+    given = f"data_parallel_size={num_replicas}" + (f" x tensor_parallel_size={num_parts}" if num_parts > 1 else "")
     if is_external(environment):
         check_num_processes(environment, num_devices, num_nodes)
         if ":" in environment.main_address:
             raise MisconfigurationException(
                 f"MASTER_ADDR is the IPv6 address {environment.main_address}; give an IPv4 address or a host name."
             )
-    elif num_replicas > 1 and environment.creates_processes_externally and not _is_ours(environment):
+    elif num_pipelines > 1 and environment.creates_processes_externally and not _is_ours(environment):
         raise MisconfigurationException(
-            f"data_parallel_size={num_replicas}, but {type(environment).__name__} has started a single process; start "
-            f"all {number} of them."
+            f"{given}, but {type(environment).__name__} has started a single process; start all {number} of them."
         )
     elif num_nodes > 1:
         raise MisconfigurationException(
             f"RPCSequentialStrategy starts processes on its own host only, got num_nodes={num_nodes}. Start the ranks "
             f"of all hosts with torchrun (--nnodes={num_nodes} --nproc-per-node={num_devices}) or SLURM."
         )
-    if number % num_replicas:
+    if number % num_pipelines:
         raise MisconfigurationException(
-            f"data_parallel_size={num_replicas} replicas cannot divide {number} devices evenly among them; set "
-            f"devices to {num_replicas} times the number of stages."
+            f"{given} replicas cannot divide {number} devices evenly among them; set devices to {num_pipelines} times "
+            "the number of stages."
         )
 
 

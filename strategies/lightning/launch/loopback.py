@@ -122,6 +122,12 @@ def on_loopback(environment: ClusterEnvironment | None, num_nodes: int, start_me
     return own
 
 
+def place_in_group(strategy: ParallelStrategy) -> tuple[int, int]:
+    """Return the rank of this process in the process group, and the number of its ranks."""
+    place: tuple[int, int] = getattr(strategy, "group_place", (strategy.global_rank, strategy.world_size))
+    return place
+
+
 def connect(strategy: ParallelStrategy, timeout: timedelta) -> ExitStack:
     """Start the process group before Lightning does, which then uses the existing group.
 
@@ -139,19 +145,19 @@ def connect(strategy: ParallelStrategy, timeout: timedelta) -> ExitStack:
     environment = cast(LoopbackEnvironment, strategy.cluster_environment)
     if not dist.is_initialized():
         cast(Any, strategy).set_world_ranks()
-        device, size = strategy.root_device, strategy.world_size
+        device, (own_rank, size) = strategy.root_device, place_in_group(strategy)
         distributed_log.info(  # as Lightning does
-            f"Initializing distributed: GLOBAL_RANK: {strategy.global_rank}, MEMBER: {strategy.global_rank + 1}/{size}"
+            f"Initializing distributed: GLOBAL_RANK: {own_rank}, MEMBER: {own_rank + 1}/{size}"
         )
         backend = backend_of(strategy)
         plain = environment.store(timeout)
         store = getattr(strategy.launcher, "watched", lambda plain, _: plain)(plain, timeout.total_seconds())
-        store.set(f"arrived/{strategy.global_rank}", "")
+        store.set(f"arrived/{own_rank}", "")
         store.wait([f"arrived/{rank}" for rank in range(size)])
         dist.init_process_group(
             backend,
             store=store if backend == "gloo" else plain,  # NCCL needs more methods than a store in Python has
-            rank=strategy.global_rank,
+            rank=own_rank,
             world_size=size,
             timeout=timeout,
             device_id=device if device.type != "cpu" and backend != "gloo" else None,

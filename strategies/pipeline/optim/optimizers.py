@@ -40,6 +40,7 @@ from strategies.pipeline.control.shelf import ShelvedPart
 from strategies.pipeline.optim.replicas import Averaging, SharedSteps
 from strategies.pipeline.stage.layers import PassContext
 from strategies.pipeline.stage.recorder import ActionRecorder
+from strategies.sharding.tensor_parallel import DividedModel, connected
 
 
 class PipelineOptimizers:
@@ -54,6 +55,7 @@ class PipelineOptimizers:
         complete: Called before gradients are used; averages them over replicas if this has not been done yet.
         skips_infinite_steps: Whether a gradient scaler skips steps with infinite gradients. In that case no warning
             reports them.
+        divided: How several pipelines divide parameters; ``None`` if they do not.
     """
 
     def __init__(
@@ -63,7 +65,9 @@ class PipelineOptimizers:
         complete: Callable[[], None],
         *,
         skips_infinite_steps: bool = False,
+        divided: DividedModel | None = None,
     ) -> None:
+        self._divided = divided
         self.optimizers, self._locate, self._complete = list(optimizers), locate, complete
         self.num_steps = 0
         """Number of steps and other calls so far that changed parameters."""
@@ -216,10 +220,9 @@ class PipelineOptimizers:
         """
         k, own = self._number_of(optimizer), parameters_of(optimizer)
         self._complete()
-        answers = [remote.ask(StageCommands.grad_norms, k, norm_type) for remote in self._remotes]
-        norms = {number: n for number, n in enumerate(norms_of_gradients(own, norm_type)) if n is not None}
-        for answer in answers:
-            norms.update(answer.wait())
+        norms = self._norms(k, norm_type)
+        if self._divided is not None:
+            norms |= self._divided.whole_norms(own, norms, norm_type, connected())
         if not norms:
             return torch.zeros(())
         device = next((p.device for p in own if not p.is_meta), torch.device("cpu"))
@@ -231,6 +234,37 @@ class PipelineOptimizers:
         for remote in self._remotes:
             remote.send(StageCommands.scale_grads, k, factor.cpu())
         return total
+
+    def _norms(self, k: int, norm_type: float) -> dict[int, Tensor]:
+        """Return the norms of the gradients in this pipeline, by the number of the parameter."""
+        answers = [remote.ask(StageCommands.grad_norms, k, norm_type) for remote in self._remotes]
+        here = norms_of_gradients(parameters_of(self.optimizers[k]), norm_type)
+        norms = {number: norm for number, norm in enumerate(here) if norm is not None}
+        for answer in answers:
+            norms.update(answer.wait())
+        return norms
+
+    def check_equal_gradients(self) -> None:
+        """Check that the pipelines that divide parameters have the same gradients of all other parameters.
+
+        Raises:
+            RuntimeError: If they have not: they have computed with different batches, or a plan lacks a layer.
+        """
+        assert self._divided is not None
+        for k, optimizer in enumerate(self.optimizers):
+            own, norms = parameters_of(optimizer), self._norms(k, 2.0)
+            if (number := self._divided.first_different(own, norms, connected())) is not None:
+                raise RuntimeError(
+                    "the pipelines of tensor_parallel_size compute different gradients for "
+                    f"{self._locate(own[number])}, of which each has the whole. Either they got different batches "
+                    "(each runs the whole script: draw the data from a fixed seed), or this layer lies between a layer "
+                    "with the style 'colwise' and one with 'rowwise', and needs the style "
+                    "'replicated_with_grad_allreduce' in the plan."
+                )
+
+    def over_parts(self, found: Tensor) -> Tensor:
+        """Return the largest value of a scalar over the pipelines that divide parameters."""
+        return found if self._divided is None else torch.stack(connected().parts(found)).amax(0)
 
     def _warn(self, total: Tensor, culprits: list[Tensor]) -> None:
         listed = [self._locate(parameter) for parameter in culprits[:3]]

@@ -21,8 +21,7 @@ from torch.optim import Optimizer
 
 from strategies.common.autograd import scale_
 from strategies.common.waiting import Wait, wait_here
-from strategies.launch.rendezvous import LOOPBACK
-from strategies.launch.session import join_group
+from strategies.launch.session import Peers
 from strategies.optim.calls import runs_own_code
 from strategies.optim.restricted import parameters_of
 from strategies.sharding.ownership import Ownership
@@ -36,37 +35,14 @@ _ALONE_BYTES = 2**20
 
 
 @dataclass(frozen=True)
-class Replicas:
-    """The place of one pipeline among the pipelines that train together.
+class Replicas(Peers):
+    """The place of one pipeline among the pipelines that train together on different data.
 
     Attributes:
-        number: Number of this pipeline.
-        count: Number of pipelines.
-        rendezvous: URL of the store at which the processes of one stage connect, the same for all pipelines; see
-            :mod:`~strategies.launch.rendezvous`.
-        timeout_seconds: Time-out for waiting for another replica.
-        reachable_address: An address that every process can reach.
         divide_states: Whether the replicas of a stage divide its optimizer states among themselves.
-        round: How often the pipelines have returned to a snapshot, each time with new workers.
     """
 
-    number: int
-    count: int
-    rendezvous: str
-    timeout_seconds: float
-    reachable_address: str = LOOPBACK
     divide_states: bool = False
-    round: int = 0
-
-    def join(self, stage: int, check: Callable[[], None] = lambda: None) -> ProcessGroup:
-        """Connect the processes of one stage. Returns their group when all have joined.
-
-        Args:
-            stage: Number of the stage.
-            check: Called while waiting. Ends the wait by raising an exception.
-        """
-        url = f"{self.rendezvous}/stage-{stage}" + (f"-{self.round}" if self.round else "")
-        return join_group(url, self.number, self.count, self.timeout_seconds, self.reachable_address, check)
 
 
 class Averaging:

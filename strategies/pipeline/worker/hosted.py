@@ -48,6 +48,8 @@ from strategies.pipeline.transport.journal import Comparison, JournaledTransport
 from strategies.pipeline.transport.slots import SlotAddress
 from strategies.pipeline.transport.ties import TiedParameters
 from strategies.pipeline.worker.setup import StageSetup
+from strategies.sharding import tensor_parallel
+from strategies.sharding.tensor_parallel import TensorGroup
 
 
 @dataclass
@@ -120,6 +122,9 @@ class HostedStage(StageCommands):
         self._repeated: Repeated | None = None
         optimizers = self._placed(state)
         self._replicas = None if setup.replicas is None else activity.wait(partial(setup.replicas.join, setup.index))
+        if setup.parts is not None:
+            group = activity.wait(partial(setup.parts.join, setup.index))
+            tensor_parallel.connect(TensorGroup(group, activity.wait))
         self._begin(state, optimizers)
         if self._averaging is not None and state.random_state is None:
             self._averaging.share()

@@ -1,0 +1,197 @@
+"""``tensor_parallel_size``: pipelines that divide the weights of single layers and train on the same batches.
+
+    arguments   values of pipeline 0 to the others ─▶ each keeps its part of the divided parameters and states
+    first step  the gradients of what is not divided must be equal in all pipelines
+    teardown    the parts of all pipelines ─▶ whole parameters and states
+
+In between, everything that follows a parameter (messages, optimizers, averages) follows the part. Norms for clipping
+and checkpoints are those of whole parameters.
+"""
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from strategies.common.transformers_compat import tensor_parallel_plans
+from strategies.lightning.arguments import as_misconfiguration, check_whole_number
+from strategies.lightning.compat import Metric, MisconfigurationException, StochasticWeightAveraging, WeightAveraging
+from strategies.lightning.features.feature import Feature, PipelineArguments
+from strategies.lightning.hooks import Undo, after_backward
+from strategies.lightning.options import Options
+from strategies.lightning.run import Preparation, Run
+from strategies.optim.restricted import parameters_of
+from strategies.optim.trial import check_by_element
+from strategies.sharding.tensor_parallel import DividedModel, TensorGroup
+
+PLAN = "tensor_parallel_plan"
+"""The method of a model that returns its plan."""
+
+
+class TensorParallel(Feature):
+    """Divides layers among pipelines.
+
+    Args:
+        size: Number of pipelines of each replica.
+    """
+
+    options = ("tensor_parallel_size",)
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._plan: Mapping[str, str] = {}
+        self._model: DividedModel | None = None
+        self._group: TensorGroup | None = None
+        self._optimizers: Sequence[Optimizer] = ()
+
+    @classmethod
+    def of(cls, options: Options) -> "TensorParallel | None":
+        """Return the feature if layers are divided.
+
+        Raises:
+            MisconfigurationException: If the number is wrong, or if another option excludes this one.
+        """
+        check_whole_number("tensor_parallel_size", options.tensor_parallel_size, 1)
+        if options.tensor_parallel_size == 1:
+            return None
+        excluded = {
+            "recovery": options.recovery is not None,
+            "rebalance": options.rebalance is not None,
+            "state_dict_type='sharded'": options.state_dict_type == "sharded",
+            "gather_on_end=False": options.gather_on_end is False,
+            "schedule='auto'": options.order.name == "auto",
+        }
+        if given := [name for name, is_given in excluded.items() if is_given]:
+            raise MisconfigurationException(
+                f"{given[0]} does not work with tensor_parallel_size={options.tensor_parallel_size} yet. Leave one of "
+                "them out."
+            )
+        return cls(options.tensor_parallel_size)
+
+    def check(self, prepared: Preparation) -> None:
+        """Find the plan, and check what does not work with divided layers."""
+        model = prepared.model
+        self._plan = plan_of(model, self._size)
+        for callback in prepared.trainer.callbacks if prepared.is_fitting else ():  # type: ignore[attr-defined]
+            if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+                raise MisconfigurationException(
+                    f"{type(callback).__name__} does not work with tensor_parallel_size={self._size} yet: its copy of "
+                    "the model has whole layers. Leave one of them out."
+                )
+
+    def prepare(self, prepared: Preparation) -> Iterable[Undo]:
+        """Give all pipelines of the replica the random state of the first, and count the replicas only in metrics."""
+        ranks = prepared.ranks
+        self._group = TensorGroup(ranks.tensor_parallel_group)
+        yield lambda: self._end(failed=prepared.trainer.interrupted)
+        _share_random_state(ranks.tensor_parallel_group, is_first=ranks.part == 0)
+        inside = {*prepared.module.modules()}
+        for metric in prepared.model.modules():
+            if isinstance(metric, Metric) and metric.process_group is None and metric not in inside:
+                metric.process_group = ranks.data_parallel_group
+                yield partial(setattr, metric, "process_group", None)
+
+    def arguments(self, prepared: Preparation, optimizers: Sequence[Optimizer]) -> PipelineArguments:
+        """Divide the model and the states of the optimizers."""
+        group, model = self._group, prepared.model
+        assert group is not None
+        with as_misconfiguration():
+            for optimizer in optimizers:
+                check_by_element(optimizer, f"tensor_parallel_size={self._size}", "tensor_parallel_size=1")
+            for tensor in [*model.parameters(), *model.buffers()]:
+                if not tensor.is_meta:
+                    tensor.data.copy_(group.of_first(tensor.data))
+            self._model = DividedModel(model, self._plan, group.rank, group.size)
+        self._optimizers = optimizers
+        for optimizer in optimizers:
+            own = self._model.own_states(optimizer, dict(enumerate(_states(optimizer))))
+            for parameter, state in zip(parameters_of(optimizer), own.values(), strict=True):
+                if state:
+                    optimizer.state[parameter] = state
+        return {"parts": prepared.ranks.parts(prepared.settings.patience_seconds), "divided": self._model}
+
+    def begin(self, run: Run) -> Iterable[Undo]:
+        """Check after the first backward pass that all pipelines have computed the same."""
+        has_checked = False
+
+        def check() -> None:
+            nonlocal has_checked
+            if not has_checked:
+                has_checked = True
+                run.pipeline.optimizers.check_equal_gradients()
+
+        yield after_backward(run.precision, check)
+
+    def _end(self, *, failed: bool) -> None:
+        """Make model and optimizers whole again. After an error, other pipelines may have ended."""
+        model, self._model = self._model, None
+        if model is None:
+            return
+        if failed:
+            model.restore(None)
+            return
+        assert self._group is not None
+        for optimizer in self._optimizers:
+            whole = model.whole_states(optimizer, dict(enumerate(_states(optimizer))), self._group)
+            for parameter, state in zip(parameters_of(optimizer), whole.values(), strict=True):
+                if state:
+                    optimizer.state[parameter] = state
+        model.restore(self._group)
+
+
+def _states(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [optimizer.state.get(parameter, {}) for parameter in parameters_of(optimizer)]
+
+
+def plan_of(model: nn.Module, size: int) -> Mapping[str, str]:
+    """Return the tensor parallel plan of a model: the style of layers, by dotted name.
+
+    Args:
+        model: The model.
+        size: The number of parts.
+
+    Raises:
+        MisconfigurationException: If there is no plan, or if it cannot divide the heads of the model.
+    """
+    if callable(own := getattr(model, PLAN, None)):
+        plan: Any = own()
+        if not isinstance(plan, Mapping) or not plan or not all(isinstance(style, str) for style in plan.values()):
+            raise MisconfigurationException(
+                f"{type(model).__name__}.{PLAN}() must return a dict that gives names of layers a style, such as "
+                f'{{"layers.*.up": "colwise", "layers.*.down": "rowwise"}}, got {plan!r}.'
+            )
+        return plan
+    found: dict[str, str] = {}
+    for path, config, plan in tensor_parallel_plans(model):
+        for name in ("num_attention_heads", "num_key_value_heads"):
+            number = getattr(config, name, None)
+            if isinstance(number, int) and number % size:
+                raise MisconfigurationException(
+                    f"tensor_parallel_size={size} cannot divide {name}={number} of {path or type(model).__name__} "
+                    "evenly."
+                )
+        found.update(plan)
+    if not found:
+        raise MisconfigurationException(
+            f"tensor_parallel_size={size} divides layers by a plan, but {type(model).__name__} has none: it contains "
+            f"no model of transformers with a tp_plan. Define a method {PLAN}() that returns a dict, such as "
+            '{"layers.*.up": "colwise", "layers.*.down": "rowwise"}; see docs/tensor_parallel.md.'
+        )
+    return found
+
+
+def _share_random_state(group: Any, *, is_first: bool) -> None:
+    """Give all pipelines of a replica the state of the random generators of the first one."""
+    states: list[Any] = [None]
+    if is_first:
+        states = [(random.getstate(), np.random.get_state(), torch.get_rng_state())]
+    torch.distributed.broadcast_object_list(states, torch.distributed.get_global_rank(group, 0), group)
+    python, numpy, cpu = states[0]
+    random.setstate(python)
+    np.random.set_state(numpy)
+    torch.set_rng_state(cpu)

@@ -1,0 +1,581 @@
+"""Tensor parallelism: ranks divide the weights of single layers, and all of them see the same rows.
+
+    columns   x ─────────▶ rank 0: y₀ = x W₀ᵀ     rank 1: y₁ = x W₁ᵀ       the output is divided
+    rows      y₀, y₁ ────▶ rank 0: y₀ V₀ᵀ      +  rank 1: y₁ V₁ᵀ           the sum is the whole output
+
+In the backward pass, the gradient of ``x`` is the sum over the ranks. Between a layer divided by columns and one
+divided by rows, each rank computes with its own heads or features, without communication (Shoeybi et al., Megatron-LM,
+arXiv 1909.08053, section 3). The names of the styles are those of ``transformers``.
+
+A divided parameter stays the same object and holds a plain tensor, the part of this rank. So optimizers, messages
+between stages and snapshots need no knowledge of the division. (``DTensor`` parameters next to plain ones are refused
+by torch's clipping and its fused optimizers, and they need torch's default process group, which workers do not have.)
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from strategies.common.waiting import Wait, wait_here
+from strategies.optim.restricted import is_by_element, parameters_of
+
+
+class TensorGroup:
+    """The ranks that divide the layers of this process.
+
+    Args:
+        group: The ranks, on gloo. Values on GPUs travel through the memory of the host.
+        wait: Calls a function that waits for other ranks.
+    """
+
+    def __init__(self, group: ProcessGroup, wait: Wait = wait_here) -> None:
+        self._group, self._wait = group, wait
+        self.rank, self.size = group.rank(), group.size()
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum of a tensor over the ranks, in the same order of additions on every rank."""
+        message = tensor.detach().to("cpu", copy=True).contiguous()
+        work = self._group.allreduce([message])
+        self._wait(work.wait)
+        return message.to(tensor.device)
+
+    def of_first(self, tensor: Tensor) -> Tensor:
+        """Return the tensor of the first rank."""
+        message = tensor.detach().to("cpu", copy=True).contiguous()
+        work = self._group.broadcast(message, 0)
+        self._wait(work.wait)
+        return message.to(tensor.device)
+
+    def parts(self, tensor: Tensor) -> list[Tensor]:
+        """Return the tensors of all ranks, which have one shape."""
+        message = tensor.detach().cpu().contiguous()
+        received = [torch.empty_like(message) for _ in range(self.size)]
+        work = self._group.allgather([received], [message])
+        self._wait(work.wait)
+        return [part.to(tensor.device) for part in received]
+
+
+_group: TensorGroup | None = None
+"""The ranks that divide the layers of this process, which is part of at most one pipeline at a time."""
+
+
+def connect(group: TensorGroup | None) -> None:
+    """Set the ranks with which the divided layers of this process communicate; ``None`` ends the connection."""
+    global _group
+    _group = group
+
+
+def connected() -> TensorGroup:
+    """Return the ranks that divide the layers of this process.
+
+    Raises:
+        RuntimeError: If there are none.
+    """
+    if _group is None:
+        raise RuntimeError(
+            "this layer holds a part of its weights, and computes only together with the other ranks of its tensor "
+            "parallel group, within fit, validate, test or predict"
+        )
+    return _group
+
+
+class _Copied(torch.autograd.Function):
+    """The input, whose gradient is the sum over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return connected().sum(grad)
+
+
+class _Summed(torch.autograd.Function):
+    """The sum over the ranks, whose gradient is the same on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return connected().sum(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class _Joined(torch.autograd.Function):
+    """The parts of all ranks, side by side in the last dimension."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return torch.cat(connected().parts(value), -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        group = connected()
+        return grad.chunk(group.size, -1)[group.rank].contiguous()
+
+
+class _Split(torch.autograd.Function):
+    """The part of this rank of a tensor that every rank has, divided in the last dimension."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        group = connected()
+        return value.chunk(group.size, -1)[group.rank].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return torch.cat(connected().parts(grad), -1)
+
+
+copied, summed, joined, split = (
+    cast(Callable[[Tensor], Tensor], kind.apply) for kind in (_Copied, _Summed, _Joined, _Split)
+)
+
+
+# Layers
+
+
+class DividedLayer:
+    """Hooks around the forward function of a layer of which this rank has a part. They travel with the layer.
+
+    A layer whose parameters alone are divided, such as a parameter of a list of experts, has no hooks.
+    """
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the arguments with which the layer computes."""
+        return args, kwargs
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Return the output of the layer. ``output`` is ``None`` if the layer has raised an error."""
+        return output
+
+    def install(self, module: nn.Module) -> list[Callable[[], None]]:
+        """Add the hooks to a layer. Returns functions that remove them."""
+        before = module.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True)
+        after = module.register_forward_hook(self.after, always_call=True)
+        return [before.remove, after.remove]
+
+
+def _first_changed(function: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if args:
+        return (function(args[0]), *args[1:]), kwargs
+    name = next(iter(kwargs))
+    return args, {**kwargs, name: function(kwargs[name])}
+
+
+class Columns(DividedLayer):
+    """A layer divided by its output features; ``joins``: every rank gets the whole output."""
+
+    def __init__(self, *, joins: bool = False) -> None:
+        self._joins = joins
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return _first_changed(copied, args, kwargs)
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return joined(output) if self._joins and output is not None else output
+
+
+class Rows(DividedLayer):
+    """A layer divided by its input features; ``splits``: every rank has the whole input."""
+
+    def __init__(self, *, splits: bool = False) -> None:
+        self._splits = splits
+        self._bias: nn.Parameter | None = None
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._bias = module._parameters.get("bias")
+        if self._bias is not None:  # added once, to the sum
+            module._parameters["bias"] = cast(Any, torch.zeros_like(self._bias, requires_grad=False))
+        return _first_changed(split, args, kwargs) if self._splits else (args, kwargs)
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        bias, self._bias = self._bias, None
+        if bias is not None:
+            module._parameters["bias"] = bias
+        if output is None:
+            return None
+        total = summed(output)
+        return total if bias is None else total + bias
+
+
+class Vocabulary(DividedLayer):
+    """An embedding divided by its entries. Each rank looks up its own, and the sum has all of them."""
+
+    def __init__(self, first: int) -> None:
+        self._first = first
+        self._elsewhere: Tensor | None = None
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        number = cast(Tensor, module.weight).shape[0]
+
+        def own(ids: Tensor) -> Tensor:
+            shifted = ids - self._first
+            self._elsewhere = (shifted < 0) | (shifted >= number)
+            return shifted.masked_fill(self._elsewhere, 0)
+
+        return _first_changed(own, args, kwargs)
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        elsewhere, self._elsewhere = self._elsewhere, None
+        if output is None or elsewhere is None:
+            return output
+        return summed(output.masked_fill(elsewhere.unsqueeze(-1), 0))
+
+
+class PartialGradients(DividedLayer):
+    """A layer that every rank has, such as the norm of a head, and whose input is the part of this rank."""
+
+    def __init__(self) -> None:
+        self._parameters: dict[str, nn.Parameter | None] = {}
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._parameters = dict(module._parameters)
+        for name, parameter in self._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = cast(Any, copied(parameter))
+        return args, kwargs
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        module._parameters.update(self._parameters)
+        self._parameters = {}
+        return output
+
+
+class Experts(DividedLayer):
+    """A list of experts, each of which is divided: input and weights of the router are whole, outputs are summed."""
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def whole(value: Any) -> Any:
+            return copied(value) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+        return tuple(map(whole, args)), {name: whole(value) for name, value in kwargs.items()}
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return None if output is None else summed(output)
+
+
+# Parameters
+
+
+@dataclass(frozen=True)
+class Part:
+    """How a parameter is divided.
+
+    Attributes:
+        dim: The dimension that is divided, from the end: -1 or -2.
+        packed: How many tensors of equal size lie one after the other in this dimension; each is divided by itself.
+    """
+
+    dim: int
+    packed: int = 1
+
+    def of(self, whole: Tensor, rank: int, size: int) -> Tensor:
+        """Return the part of a rank, a copy."""
+        packs = whole.chunk(self.packed, self.dim)
+        return torch.cat([pack.chunk(size, self.dim)[rank] for pack in packs], self.dim).contiguous()
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the whole tensor."""
+        packs = zip(*(part.chunk(self.packed, self.dim) for part in parts), strict=True)
+        return torch.cat([torch.cat(pack, self.dim) for pack in packs], self.dim)
+
+
+_Kind = Literal["columns", "rows", "vocabulary", "whole", "experts"]
+
+
+@dataclass(frozen=True)
+class Style:
+    """A style of a plan: how the parameters of a layer are divided, and its hooks."""
+
+    kind: _Kind
+    make: Callable[..., DividedLayer]
+    packed: int = 1
+
+
+STYLES: Mapping[str, Style] = {
+    "colwise": Style("columns", Columns),
+    "colwise_gather_output": Style("columns", lambda: Columns(joins=True)),
+    "colwise_rep": Style("columns", lambda: Columns(joins=True)),
+    "packed_colwise": Style("columns", Columns, packed=2),
+    "rowwise": Style("rows", Rows),
+    "rowwise_split_input": Style("rows", lambda: Rows(splits=True)),
+    "rowwise_rep": Style("rows", lambda: Rows(splits=True)),
+    "packed_rowwise": Style("rows", Rows, packed=2),
+    "embedding_rowwise": Style("vocabulary", Vocabulary),
+    "replicated_with_grad_allreduce": Style("whole", PartialGradients),
+    "moe_tp_experts": Style("experts", Experts),
+}
+"""The styles that a plan may give to a layer or to a single parameter, by the names of ``transformers``."""
+
+
+class DividedModel:
+    """A model of whose layers each rank has a part.
+
+    Args:
+        model: The model, with the same values on every rank. All layers are in this process.
+        plan: The style of layers, by dotted name. ``*`` stands for a number.
+        rank: The number of this rank.
+        size: The number of ranks.
+
+    Attributes:
+        parts: How each divided parameter is divided, by the names that the parameter has in the model.
+
+    Raises:
+        ValueError: If the plan does not fit the model. The model is then unchanged.
+    """
+
+    def __init__(self, model: nn.Module, plan: Mapping[str, str], rank: int, size: int) -> None:
+        self._model, self._rank, self._size = model, rank, size
+        self._part_of: dict[nn.Parameter, Part] = {}
+        self._undo: list[Callable[[], None]] = []
+        layers = self._planned(plan)
+        self.parts: dict[str, Part] = {
+            name: self._part_of[parameter]
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if parameter in self._part_of
+        }
+        self._check_sizes()
+        for module, style, _ in layers:
+            arguments = [self._first_of(module)] if style.kind == "vocabulary" else []
+            self._undo += style.make(*arguments).install(module)
+            self._resize(module, style)
+        for parameter, part in self._part_of.items():
+            parameter.data = part.of(parameter.data, rank, size)
+
+    @property
+    def divided(self) -> Mapping[nn.Parameter, Part]:
+        """How each divided parameter is divided."""
+        return self._part_of
+
+    def restore(self, group: TensorGroup | None) -> None:
+        """Remove the hooks, and make the parameters whole again.
+
+        Args:
+            group: The ranks; ``None`` leaves the parts in place, because the other ranks may have ended.
+        """
+        for undo in self._undo:
+            undo()
+        self._undo = []
+        if group is None:
+            return
+        for parameter, part in self._part_of.items():
+            parameter.data = part.joined(group.parts(parameter.data))
+            parameter.grad = None if parameter.grad is None else part.joined(group.parts(parameter.grad))
+        self._part_of = {}
+
+    # States of optimizers, by the number of the parameter
+
+    def own_states(self, optimizer: Optimizer, states: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Return states whose tensors are the parts of this rank, from those of whole parameters."""
+        return self._changed(optimizer, states, lambda part, value: part.of(value, self._rank, self._size), whole=True)
+
+    def whole_states(self, optimizer: Optimizer, states: Mapping[Any, Any], group: TensorGroup) -> dict[Any, Any]:
+        """Return states of whole parameters, from the parts of all ranks, which all call this."""
+        return self._changed(optimizer, states, lambda part, value: part.joined(group.parts(value)), whole=False)
+
+    def whole_weights(self, weights: Mapping[str, Any], group: TensorGroup) -> dict[str, Any]:
+        """Return a state dict of the model with whole parameters, from the parts of all ranks, which all call this."""
+        return {
+            name: value if (part := self.parts.get(name)) is None else part.joined(group.parts(value))
+            for name, value in weights.items()
+        }
+
+    def whole_norms(
+        self, parameters: Sequence[Tensor], norms: Mapping[int, Tensor], norm_type: float, group: TensorGroup
+    ) -> dict[int, Tensor]:
+        """Return the norms of whole gradients of the divided parameters, from the norms of the parts of all ranks.
+
+        Args:
+            parameters: The parameters.
+            norms: The norms of the gradients in this rank, by the number of the parameter.
+            norm_type: The p of the p-norm.
+            group: The ranks, which all call this.
+        """
+        numbers = [number for number in sorted(norms) if parameters[number] in self._part_of]
+        if not numbers:
+            return {}
+        own = torch.stack([norms[number].to(torch.float64).cpu() for number in numbers])
+        whole = torch.linalg.vector_norm(torch.stack(group.parts(own)), norm_type, dim=0)
+        return {number: norm.to(norms[number]) for number, norm in zip(numbers, whole, strict=True)}
+
+    def first_different(
+        self, parameters: Sequence[Tensor], norms: Mapping[int, Tensor], group: TensorGroup
+    ) -> int | None:
+        """Return the number of the first parameter that is not divided and whose gradients differ between ranks.
+
+        Args:
+            parameters: The parameters.
+            norms: The norms of the gradients in this rank, by the number of the parameter.
+            group: The ranks, which all call this.
+
+        Returns:
+            The number; ``None`` if all are equal to rounding.
+        """
+        numbers = [number for number, p in enumerate(parameters) if p not in self._part_of]
+        missing = torch.tensor(-1.0, dtype=torch.float64)
+        own = torch.stack([norms.get(number, missing).to(torch.float64).cpu() for number in numbers] or [missing])
+        limits = [torch.finfo(parameters[number].dtype).eps ** 0.5 for number in numbers]
+        first, *others = group.parts(own)
+        for place, number in enumerate(numbers):
+            for other in others:
+                if not torch.isclose(first[place], other[place], limits[place], 0.0, equal_nan=True):
+                    return number
+        return None
+
+    def _changed(
+        self, optimizer: Optimizer, states: Mapping[Any, Any], change: Callable[[Part, Tensor], Tensor], *, whole: bool
+    ) -> dict[Any, Any]:
+        changed = dict(states)
+        for number, parameter in enumerate(parameters_of(optimizer)):
+            part, state = self._part_of.get(cast(nn.Parameter, parameter)), states.get(number)
+            if part is None or not state:
+                continue
+            shape = list(parameter.shape)
+            if whole:
+                shape[part.dim] *= self._size
+            changed[number] = {
+                key: change(part, value.view(shape))
+                if isinstance(value, Tensor) and is_by_element(value, shape)
+                else value
+                for key, value in state.items()
+            }
+        return changed
+
+    def _planned(self, plan: Mapping[str, str]) -> list[tuple[nn.Module, Style, str]]:
+        """Find the layers of the plan and how their parameters are divided."""
+        names = {name: module for name, module in self._model.named_modules(remove_duplicate=False)}
+        used: set[str] = set()
+        layers: dict[nn.Module, tuple[nn.Module, Style, str]] = {}
+        holders: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
+        for name, module in names.items():
+            for own, parameter in module._parameters.items():
+                if parameter is not None:
+                    holders.setdefault(parameter, []).append((f"{name}.{own}", module))
+                    if (key := _key(f"{name}.{own}", plan)) is not None:
+                        used.add(key)
+                        style = _style(key, plan[key])
+                        self._take(parameter, Part(-2 if style.kind == "columns" else -1, style.packed), name)
+            if (key := _key(name, plan)) is not None:
+                used.add(key)
+                if module not in layers:
+                    style = _style(key, plan[key])
+                    layers[module] = module, style, name
+                    self._take_layer(module, style, name)
+        if unused := sorted(plan.keys() - used):
+            raise ValueError(
+                f"the tensor parallel plan names {', '.join(unused)}, but {type(self._model).__name__} has no such "
+                "layer or parameter. Names are those of named_modules(); * stands for a number."
+            )
+        for parameter, places in holders.items():  # the other uses of a tied parameter
+            if (part := self._part_of.get(parameter)) is None:
+                continue
+            for name, module in places:
+                if module in layers or _key(name, plan) is not None:
+                    continue
+                if type(module) is nn.Embedding and part == Part(-2):
+                    layers[module] = module, STYLES["embedding_rowwise"], name
+                else:
+                    raise ValueError(
+                        f"{name} is a parameter that the tensor parallel plan divides under another name, but the plan "
+                        f"says nothing of {name.rpartition('.')[0]}, a {type(module).__name__}. Add it to the plan."
+                    )
+        return list(layers.values())
+
+    def _take_layer(self, module: nn.Module, style: Style, name: str) -> None:
+        weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+        if style.kind in ("whole", "experts"):
+            return
+        is_table = isinstance(module, nn.Embedding)
+        is_linear = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+        is_conv1d = type(module).__name__ == "Conv1D" and weight is not None and weight.ndim == 2
+        if weight is None or (style.kind == "vocabulary") != is_table or not (is_table or is_linear or is_conv1d):
+            needed = "an nn.Embedding" if style.kind == "vocabulary" else "an nn.Linear or a Conv1D of transformers"
+            raise ValueError(
+                f"the tensor parallel plan divides {name}, a {type(module).__name__}, but this style needs {needed}. "
+                "Leave it out of the plan: what has no plan is computed by every rank."
+            )
+        if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
+            raise ValueError(
+                f"the tensor parallel plan divides {name}, an embedding with max_norm or sparse gradients, which need "
+                "whole rows. Leave it out of the plan."
+            )
+        outputs_first = not is_conv1d  # a Conv1D has the shape [inputs, outputs]
+        dim = -2 if (style.kind != "rows") == outputs_first else -1
+        self._take(weight, Part(dim, style.packed), name)
+        if bias is not None and style.kind == "columns":
+            self._take(bias, Part(-1, style.packed), name)
+
+    def _take(self, parameter: nn.Parameter, part: Part, name: str) -> None:
+        if (before := self._part_of.setdefault(parameter, part)) != part:
+            raise ValueError(
+                f"the tensor parallel plan divides a parameter of {name} in two ways, in dimensions {before.dim} and "
+                f"{part.dim}: it is tied to another layer. Give both the same division, or leave both out of the plan."
+            )
+
+    def _check_sizes(self) -> None:
+        names: dict[nn.Parameter, str] = {}
+        for name, parameter in self._model.named_parameters():
+            names[parameter] = name
+        for parameter, part in self._part_of.items():
+            if parameter.is_meta:
+                raise ValueError(
+                    f"{names[parameter]} has no values yet. Build the model outside of configure_model and "
+                    "init_module, which make it without memory."
+                )
+            length, pieces = parameter.shape[part.dim], self._size * part.packed
+            if length % pieces:
+                raise ValueError(
+                    f"tensor_parallel_size={self._size} cannot divide {names[parameter]} of shape "
+                    f"{list(parameter.shape)}: {length} is not a multiple of {pieces}."
+                )
+
+    def _first_of(self, module: nn.Module) -> int:
+        return self._rank * cast(Tensor, module.weight).shape[0] // self._size
+
+    def _resize(self, module: nn.Module, style: Style) -> None:
+        """Set the sizes that a layer keeps beside its weights, and the entry of an embedding without gradient."""
+        changes: dict[str, Any] = {}
+        if isinstance(module, nn.Embedding):
+            number = module.num_embeddings // self._size
+            changes["num_embeddings"] = number
+            if module.padding_idx is not None:
+                own = module.padding_idx - self._first_of(module)
+                changes["padding_idx"] = own if 0 <= own < number else None
+        else:
+            for name in _SIZES.get(style.kind, ()):
+                if isinstance(whole := getattr(module, name, None), int):
+                    changes[name] = whole // self._size
+        for name, value in changes.items():
+            self._undo.append(partial(setattr, module, name, getattr(module, name)))
+            setattr(module, name, value)
+
+
+_SIZES: Mapping[str, Sequence[str]] = {"columns": ("out_features", "nf"), "rows": ("in_features", "nx")}
+"""The attributes with the divided size of an ``nn.Linear`` and of a ``Conv1D`` of ``transformers``, by style."""
+
+
+def _key(name: str, plan: Mapping[str, str]) -> str | None:
+    """Return the key of a plan that fits a name."""
+    if name in plan:
+        return name
+    general = re.sub(r"\.\d+(?=\.|$)", ".*", f".{name}")[1:]
+    return general if general in plan else None
+
+
+def _style(name: str, style: str) -> Style:
+    if style not in STYLES:
+        raise ValueError(
+            f"the tensor parallel plan gives {name} the style {style!r}; supported are {', '.join(STYLES)}. Leave it "
+            "out of the plan, together with the layers that depend on it, and every rank computes it."
+        )
+    return STYLES[style]

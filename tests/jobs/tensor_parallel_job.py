@@ -1,0 +1,188 @@
+"""A user's script: models whose layers several pipelines divide, one fit per case.
+
+Run as ``python tensor_parallel_job.py RESULTS STAGES PARTS REPLICAS CASE ...``. Lightning starts the other drivers by
+running this script once more.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from pytorch_lightning import LightningModule, seed_everything
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from strategies import RPCSequentialStrategy
+from trainer import Trainer
+
+WORDS, WIDTH, LENGTH, ROWS, GLOBAL_BATCH = 32, 16, 6, 24, 8
+SETTINGS: dict[str, Any] = {
+    "accelerator": "cpu",
+    "precision": "64-true",
+    "max_epochs": 2,
+    "gradient_clip_val": 0.5,
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+}
+SIZES: dict[str, Any] = {
+    "vocab_size": WORDS,
+    "hidden_size": WIDTH,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": LENGTH,
+    "pad_token_id": 0,
+}
+GROUPED = {**SIZES, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2}
+
+
+class Language(LightningModule):
+    """A model of words, trained with clipping, a schedule and a logged norm."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.losses: list[float] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(batch[0], labels=batch[1]).loss
+        self.log("train", loss, on_epoch=True, on_step=True, sync_dist=True)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(self.trainer.callback_metrics["train_step"].item())
+
+    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any) -> None:
+        strategy: Any = self.trainer.strategy
+        if hasattr(strategy, "clip_grad_norm_"):
+            norm = strategy.clip_grad_norm_(gradient_clip_val)
+        else:
+            norm = nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
+        self.log("norm", norm)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("validation", self.model(batch[0], labels=batch[1]).loss, sync_dist=True)
+        self.log("rows", float(len(batch[0])), sync_dist=True, reduce_fx="sum")
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)]
+
+    def train_dataloader(self) -> DataLoader:
+        """Each replica's share of the same global batches."""
+        generator, replicas = torch.Generator().manual_seed(1), self.trainer.world_size
+        words = torch.randint(3, WORDS, (ROWS, LENGTH), generator=generator)
+        rows = TensorDataset(words, words.roll(1, 0))
+        share = DistributedSampler(rows, num_replicas=replicas, rank=self.trainer.global_rank, shuffle=False)
+        return DataLoader(rows, batch_size=GLOBAL_BATCH // replicas, sampler=share)
+
+    val_dataloader = train_dataloader
+
+
+class WithPlan(Language):
+    """A model without a plan of its own: GPT-2, or BERT."""
+
+    def tensor_parallel_plan(self) -> dict[str, str]:
+        """The styles of the layers; the heads of GPT-2, which its layers hold side by side, are not divided."""
+        if isinstance(self.model, GPT2LMHeadModel):
+            start = "model.transformer.h.*"
+            return {
+                "model.lm_head": "colwise_gather_output",
+                f"{start}.attn.c_attn": "colwise_gather_output",
+                f"{start}.attn.c_proj": "rowwise_split_input",
+                f"{start}.mlp.c_fc": "colwise",
+                f"{start}.mlp.c_proj": "rowwise",
+            }
+        start = "model.bert.encoder.layer.*"
+        return {
+            **{f"{start}.attention.self.{name}": "colwise" for name in ("query", "key", "value")},
+            f"{start}.attention.output.dense": "rowwise",
+            f"{start}.intermediate.dense": "colwise",
+            f"{start}.output.dense": "rowwise",
+        }
+
+
+def gpt2() -> Language:
+    sizes = {"vocab_size": WORDS, "n_positions": LENGTH, "n_embd": WIDTH, "n_layer": 4, "n_head": 4}
+    none = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2}
+    return WithPlan(GPT2LMHeadModel(GPT2Config(**sizes, **none)))
+
+
+def bert() -> Language:
+    none = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+    return WithPlan(BertForMaskedLM(BertConfig(**SIZES, **none)))
+
+
+MODELS: dict[str, Callable[[], Language]] = {
+    "llama": lambda: Language(LlamaForCausalLM(LlamaConfig(**GROUPED))),
+    "tied": lambda: Language(LlamaForCausalLM(LlamaConfig(**GROUPED, tie_word_embeddings=True))),
+    "qwen3": lambda: Language(Qwen3ForCausalLM(Qwen3Config(**GROUPED, head_dim=4))),
+    "gpt2": gpt2,
+    "bert": bert,
+    "mixtral": lambda: Language(
+        MixtralForCausalLM(MixtralConfig(**GROUPED, num_local_experts=4, experts_implementation="eager"))
+    ),
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in MODELS},
+    "1f1b": ("llama", {"schedule": "1f1b"}),
+    "interleaved": ("llama", {"schedule": "interleaved", "balance": "even"}),
+    "zb-h1": ("llama", {"schedule": "zb-h1"}),
+    "zbv": ("llama", {"schedule": "zbv", "balance": "even"}),
+    "v-half": ("llama", {"schedule": "v-half", "balance": "even"}),
+}
+
+
+def made(name: str) -> Language:
+    seed_everything(0)
+    return MODELS[name]()
+
+
+def fit(model: Language, strategy: Any, devices: int, **settings: Any) -> tuple[Language, Trainer]:
+    trainer = Trainer(strategy=strategy, devices=devices, use_distributed_sampler=False, **{**SETTINGS, **settings})
+    trainer.fit(model)
+    return model, trainer
+
+
+def seen(model: Language, trainer: Trainer) -> dict[str, Any]:
+    """What must be equal to one process."""
+    optimizer = model.optimizers(use_pl_optimizer=False)
+    return {
+        "losses": torch.tensor(model.losses),
+        "metrics": {name: value.double() for name, value in trainer.callback_metrics.items()},
+        "weights": {name: value.detach().clone() for name, value in model.state_dict().items()},
+        "states": optimizer.state_dict()["state"],
+    }
+
+
+def main() -> None:
+    path, stages, parts, replicas, *cases = sys.argv[1:]
+    results: dict[str, Any] = {}
+    for case in cases:
+        name, options = CASES[case]
+        own = {"balance": [4 // int(stages)] * int(stages), "microbatches": 2, "checkpoint": "never", **options}
+        strategy = RPCSequentialStrategy(**own, data_parallel_size=int(replicas), tensor_parallel_size=int(parts))
+        model, trainer = fit(made(name), strategy, int(stages) * int(parts) * int(replicas))
+        results[case] = seen(model, trainer)
+    if trainer.is_global_zero:
+        torch.save(results, Path(path))
+
+
+if __name__ == "__main__":
+    main()
