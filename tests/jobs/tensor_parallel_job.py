@@ -118,10 +118,10 @@ class WithPlan(Language):
         }
 
 
-def gpt2() -> Language:
+def gpt2(dropout: float = 0.0) -> Language:
     sizes = {"vocab_size": WORDS, "n_positions": LENGTH, "n_embd": WIDTH, "n_layer": 4, "n_head": 4}
-    none = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2}
-    return WithPlan(GPT2LMHeadModel(GPT2Config(**sizes, **none)))
+    others = {"attn_pdrop": 0.0, "embd_pdrop": dropout, "resid_pdrop": dropout, "bos_token_id": 1, "eos_token_id": 2}
+    return WithPlan(GPT2LMHeadModel(GPT2Config(**sizes, **others)))
 
 
 def bert() -> Language:
@@ -135,18 +135,19 @@ MODELS: dict[str, Callable[[], Language]] = {
     "qwen3": lambda: Language(Qwen3ForCausalLM(Qwen3Config(**GROUPED, head_dim=4))),
     "gpt2": gpt2,
     "bert": bert,
+    "dropout": lambda: gpt2(0.1),
     "mixtral": lambda: Language(
         MixtralForCausalLM(MixtralConfig(**GROUPED, num_local_experts=4, experts_implementation="eager"))
     ),
 }
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: (name, {}) for name in MODELS},
-    "1f1b": ("llama", {"schedule": "1f1b"}),
-    "interleaved": ("llama", {"schedule": "interleaved", "balance": "even"}),
-    "zb-h1": ("llama", {"schedule": "zb-h1"}),
-    "zbv": ("llama", {"schedule": "zbv", "balance": "even"}),
-    "v-half": ("llama", {"schedule": "v-half", "balance": "even"}),
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    **{name: (name, {}, {}) for name in MODELS},
+    "accumulated": ("llama", {"checkpoint": "always"}, {"accumulate_grad_batches": 2}),
+    "resumed": ("tied", {"schedule": "1f1b"}, {}),
+    **{schedule: ("llama", {"schedule": schedule}, {}) for schedule in ("1f1b", "zb-h1")},
+    **{name: ("llama", {"schedule": name, "balance": "even"}, {}) for name in ("interleaved", "zbv", "v-half")},
 }
+"""For each case: the name of the model, options of the strategy, and arguments of the Trainer."""
 
 
 def made(name: str) -> Language:
@@ -154,9 +155,11 @@ def made(name: str) -> Language:
     return MODELS[name]()
 
 
-def fit(model: Language, strategy: Any, devices: int, **settings: Any) -> tuple[Language, Trainer]:
+def fit(
+    model: Language, strategy: Any, devices: int, ckpt_path: Any = None, **settings: Any
+) -> tuple[Language, Trainer]:
     trainer = Trainer(strategy=strategy, devices=devices, use_distributed_sampler=False, **{**SETTINGS, **settings})
-    trainer.fit(model)
+    trainer.fit(model, ckpt_path=ckpt_path)
     return model, trainer
 
 
@@ -172,16 +175,20 @@ def seen(model: Language, trainer: Trainer) -> dict[str, Any]:
 
 
 def main() -> None:
-    path, stages, parts, replicas, *cases = sys.argv[1:]
+    folder, (stages, parts, replicas), cases = Path(sys.argv[1]), map(int, sys.argv[2:5]), sys.argv[5:]
     results: dict[str, Any] = {}
     for case in cases:
-        name, options = CASES[case]
-        own = {"balance": [4 // int(stages)] * int(stages), "microbatches": 2, "checkpoint": "never", **options}
-        strategy = RPCSequentialStrategy(**own, data_parallel_size=int(replicas), tensor_parallel_size=int(parts))
-        model, trainer = fit(made(name), strategy, int(stages) * int(parts) * int(replicas))
+        name, options, settings = CASES[case]
+        own = {"balance": [4 // stages] * stages, "microbatches": 2, "checkpoint": "never", **options}
+        strategy = RPCSequentialStrategy(**own, data_parallel_size=replicas, tensor_parallel_size=parts)
+        before = folder / f"before {case}.ckpt"
+        ckpt_path = before if before.exists() else None
+        model, trainer = fit(made(name), strategy, stages * parts * replicas, ckpt_path, **settings)
+        trainer.save_checkpoint(folder / f"{case}.ckpt")
         results[case] = seen(model, trainer)
+        (results[case]["validated"],) = trainer.validate(model, verbose=False)
     if trainer.is_global_zero:
-        torch.save(results, Path(path))
+        torch.save(results, folder / "results.pt")
 
 
 if __name__ == "__main__":

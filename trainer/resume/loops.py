@@ -311,7 +311,9 @@ def _of_every_process(trainer: Trainer, state: dict[str, Any]) -> list[dict[str,
         return [state] * trainer.world_size if all(loader["order"] for loader in loaders) else []
     gathered: list[Any] | None = [None] * trainer.world_size if trainer.global_rank == 0 else None
     trainer.strategy.barrier("state of the loops")  # no rank passes if one rank must start again
-    torch.distributed.gather_object(state, gathered)
+    group = getattr(trainer.strategy, "data_parallel_group", None)  # pipelines that divide layers have one state
+    first = 0 if group is None else torch.distributed.get_global_rank(group, 0)
+    torch.distributed.gather_object(state, gathered, first, group)
     return gathered or []
 
 

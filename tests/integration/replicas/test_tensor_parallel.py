@@ -1,0 +1,78 @@
+"""``tensor_parallel_size``: pipelines that divide single layers train what one process trains."""
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensor_parallel_job as job
+import torch
+from harness import run
+from parity import alike
+from pytorch_lightning import seed_everything
+from pytorch_lightning.strategies import SingleDeviceStrategy
+from scripts import Script
+
+from strategies import RPCSequentialStrategy
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+IN_FLOAT32 = 1e-6
+"""Models of ``transformers`` compute losses, and routers of experts, in single precision."""
+
+
+def single(case: str, folder: Path, **settings: Any) -> dict[str, Any]:
+    """One process; with dropout, a pipeline of one stage, whose masks are the same."""
+    name, _, own = job.CASES[case]
+    strategy: Any = SingleDeviceStrategy("cpu")
+    if case == "dropout":
+        strategy = RPCSequentialStrategy(microbatches=2, checkpoint="never")
+    made = job.made(name)
+    seed_everything(0)  # as Lightning does when several processes connect
+    model, trainer = job.fit(made, strategy, 1, **{**own, **settings})
+    trainer.save_checkpoint(folder / f"{case}.ckpt")
+    return {**job.seen(model, trainer), "validated": trainer.validate(model, verbose=False)[0]}
+
+
+def compared(stages: int, parts: int, replicas: int, cases: Sequence[str]) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder, other = Path(name), Path(name) / "single"
+        if "resumed" in cases:
+            single("resumed", other, max_epochs=1)
+            (other / "resumed.ckpt").rename(folder / "before resumed.ckpt")
+        script = Script(job.__file__, name, *map(str, (stages, parts, replicas)), *cases)
+        assert script.wait(timeout=300) == 0
+        results = torch.load(folder / "results.pt")
+        for case in cases:
+            expected, actual = single(case, other), results[case]
+            exact = 1e-9 if case != "mixtral" else IN_FLOAT32
+            if case == "resumed":
+                expected["losses"] = expected["losses"][-len(actual["losses"]) :]
+            for part in ("weights", "states"):
+                alike(actual[part], expected[part], exact, f"{case} {part}")
+            for part in ("losses", "metrics", "validated"):
+                alike(actual[part], expected[part], IN_FLOAT32, f"{case} {part}")
+            ours, theirs = (torch.load(path / f"{case}.ckpt", weights_only=True) for path in (folder, other))
+            alike(ours["state_dict"], theirs["state_dict"], exact, f"{case} checkpoint")
+            alike(ours["optimizer_states"], theirs["optimizer_states"], exact, f"{case} checkpoint")
+
+
+def test_two_parts_of_two_stages() -> None:
+    run(compared, 2, 2, 1, ["llama", "tied", "qwen3", "gpt2", "bert", "accumulated", "resumed"], timeout_seconds=390)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("cases", [["mixtral", "dropout", "1f1b"], ["zb-h1", "interleaved", "zbv", "v-half"]], ids=str)
+def test_more_models_and_schedules(cases: list[str]) -> None:
+    run(compared, 2, 2, 1, cases, timeout_seconds=390)
+
+
+@pytest.mark.nightly
+def test_parts_and_replicas() -> None:
+    run(compared, 2, 2, 2, ["llama", "1f1b"], timeout_seconds=390)
+
+
+@pytest.mark.nightly
+def test_four_parts_of_one_stage() -> None:
+    run(compared, 1, 4, 1, ["gpt2", "dropout"], timeout_seconds=390)
