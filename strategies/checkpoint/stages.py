@@ -43,7 +43,7 @@ from strategies.pipeline.control.parts import Part, PartKind
 from strategies.pipeline.control.shelf import Fetch, beside, in_turn
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.state.shelved import ShelvedTensor, is_shelved, put_values, shelved_tensors, values_of
-from strategies.sharding.tensor_parallel import connected
+from strategies.sharding.divided_layers import connected
 
 Names = dict[str, tuple[int, str]]
 """Tensors on the shelf of a stage: key in the checkpoint ──▶ number of the part on the shelf, and path in this part."""

@@ -64,7 +64,7 @@ class Starts:
         self._held = memory_files(f"relay-snapshot-{description['rank']}")
         self._slots = json.dumps(self._held)
         self._world, self._rank = world, description["rank"]
-        self._stage = description["rank"] % description["num_stages"] - 1
+        self._stage = description["rank"] // description["num_parts"] % description["num_stages"] - 1
         self._paths = list(map(os.path.abspath, sys.path))
         self._seconds = _START_SECONDS
 

@@ -3,6 +3,8 @@
     rank 0: driver, last stage    1: stage 0    2: stage 1  ┆  3: driver, last stage    4: stage 0    5: stage 1
     ──────────────────────── replica 0 ─────────────────────┆───────────────────── replica 1 ───────────────────
 
+With ``tensor_parallel_size``, each of these ranks becomes so many, which follow each other and divide its layers.
+
 Every rank starts by running the same script. At its first ``fit``, a rank that is not a driver replaces itself with a
 worker, with ``exec``: the process id that the launcher watches stays, and the memory of the script is released. Driver
 and workers communicate through the TCP store of the run:
@@ -63,6 +65,7 @@ class World:
         size: Number of ranks.
         num_stages: Number of stages of each pipeline.
         num_local: Number of ranks on this host.
+        num_parts: Number of pipelines of each replica, which divide its layers. The ranks of a stage follow each other.
         call: The number of this call of a Trainer, if the ranks return from each call; 0 if workers do not return.
     """
 
@@ -72,12 +75,21 @@ class World:
     size: int
     num_stages: int
     num_local: int
+    num_parts: int = 1
     call: int = 0
 
     @property
     def driver(self) -> int:
         """The rank of the driver of this pipeline."""
-        return self.rank - self.rank % self.num_stages
+        return self.rank - self.stage_of(self.rank) * self.num_parts
+
+    def stage_of(self, rank: int) -> int:
+        """The number of a rank in its pipeline, from 0 for the driver."""
+        return rank // self.num_parts % self.num_stages
+
+    def pipeline_of(self, rank: int) -> int:
+        """The number of a rank's pipeline."""
+        return rank // (self.num_parts * self.num_stages) * self.num_parts + rank % self.num_parts
 
     @property
     def is_driver(self) -> bool:
@@ -87,7 +99,7 @@ class World:
     @property
     def workers(self) -> list[int]:
         """The ranks of this pipeline's workers, in the order of their stages."""
-        return list(range(self.driver + 1, self.driver + self.num_stages))
+        return [self.driver + stage * self.num_parts for stage in range(1, self.num_stages)]
 
     @property
     def keeps_store(self) -> bool:
@@ -128,9 +140,11 @@ class World:
         # The store of torchrun stays when torchrun restarts the ranks.
         return dist.PrefixStore(f"relay-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-{self.call}", store)
 
-    def divided_into(self, store: dist.Store) -> int:
-        """The number of stages per pipeline, as set by the first rank that calls this."""
-        return int(store.compare_set("num_stages", "", str(self.num_stages)))
+    def divided_into(self, store: dist.Store) -> tuple[int, int]:
+        """The number of stages per pipeline and of parts of each layer, as set by the first rank that calls this."""
+        own = f"{self.num_stages} {self.num_parts}"
+        stages, parts = store.compare_set("division", "", own).split()
+        return int(stages), int(parts)
 
     def next_number(self, store: dist.Store) -> int:
         """The number of the next session of this driver, for which its workers wait."""

@@ -85,8 +85,8 @@ from strategies.pipeline.transport.storages import send_storages
 from strategies.pipeline.transport.ties import TiedParameters, find_ties, owned_parameters
 from strategies.pipeline.worker.process import abort_transfers, host
 from strategies.pipeline.worker.setup import StageSetup
-from strategies.sharding import tensor_parallel
-from strategies.sharding.tensor_parallel import DividedModel, TensorGroup
+from strategies.sharding import divided_layers
+from strategies.sharding.divided_layers import DividedModel, TensorGroup
 
 _END_SECONDS = 5.0
 """How long a worker may take to end before it is killed."""
@@ -710,8 +710,8 @@ class Pipeline(NotCopyable):
             averaging = Averaging(group, self.parameters_here, self._buffers_here, wait=wait)
             ending.callback(averaging.close)
         if self._parts_of_layers is not None:
-            tensor_parallel.connect(TensorGroup(*self._join(self._parts_of_layers, ending)))
-            ending.callback(tensor_parallel.connect, None)
+            divided_layers.connect(TensorGroup(*self._join(self._parts_of_layers, ending)))
+            ending.callback(divided_layers.connect, None)
         for remote in remotes:
             remote.on_use = self._bypass.note_use
         self.optimizers.drop_shipped_states()

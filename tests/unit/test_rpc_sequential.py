@@ -741,7 +741,7 @@ def test_ranks_are_divided_once() -> None:
     one_stage = RPCSequentialStrategy(data_parallel_size=2)
     world = Trainer(accelerator="cpu", devices=2, strategy=one_stage, logger=False).strategy.world
     store = world.store()  # in which the Trainer before this one has divided them
-    assert world.divided_into(store) == 1
+    assert world.divided_into(store) == (1, 1)
     trainer = Trainer(accelerator="cpu", devices=2, strategy="rpc_sequential", logger=False)
     with pytest.raises(
         MisconfigurationException,

@@ -22,7 +22,7 @@ from strategies.pipeline.driver import ModelCopy, Pipeline
 from strategies.pipeline.optim.replicas import Replicas
 from strategies.pipeline.recovery.repairs import Recovery
 from strategies.pipeline.stage.layers import Seeds
-from strategies.sharding.tensor_parallel import DividedModel
+from strategies.sharding.divided_layers import DividedModel
 
 
 class PipelineArguments(TypedDict, total=False):

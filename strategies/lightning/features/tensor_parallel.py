@@ -1,7 +1,7 @@
 """``tensor_parallel_size``: pipelines that divide the weights of single layers and train on the same batches.
 
     arguments   values of pipeline 0 to the others ─▶ each keeps its part of the divided parameters and states
-    first step  the gradients of what is not divided must be equal in all pipelines
+    each step   the batches of all pipelines must be equal; in the first, also the gradients of what is not divided
     teardown    the parts of all pipelines ─▶ whole parameters and states
 
 In between, everything that follows a parameter (messages, optimizers, averages) follows the part. Norms for clipping
@@ -9,25 +9,40 @@ and checkpoints are those of whole parameters.
 """
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from binascii import crc32
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from strategies.common.patching import replaced
+from strategies.common.torch_compat import tree_leaves
 from strategies.common.transformers_compat import tensor_parallel_plans
 from strategies.lightning.arguments import as_misconfiguration, check_whole_number
-from strategies.lightning.compat import Metric, MisconfigurationException, StochasticWeightAveraging, WeightAveraging
+from strategies.lightning.compat import (
+    Metric,
+    MisconfigurationException,
+    StochasticWeightAveraging,
+    WeightAveraging,
+    rank_zero_warn,
+)
 from strategies.lightning.features.feature import Feature, PipelineArguments
 from strategies.lightning.hooks import Undo, after_backward
 from strategies.lightning.options import Options
 from strategies.lightning.run import Preparation, Run
 from strategies.optim.restricted import parameters_of
 from strategies.optim.trial import check_by_element
-from strategies.sharding.tensor_parallel import DividedModel, TensorGroup
+from strategies.sharding.divided_layers import DividedModel, TensorGroup
+
+_DIGESTED = 2**16
+"""The number of values of a tensor of a batch that pipelines compare."""
+
+_DROPOUT_OF_HEADS = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop")
+"""The names that configurations give to the dropout of attention, which each part draws for its heads."""
 
 PLAN = "tensor_parallel_plan"
 """The method of a model that returns its plan."""
@@ -116,7 +131,9 @@ class TensorParallel(Feature):
         return {"parts": prepared.ranks.parts(prepared.settings.patience_seconds), "divided": self._model}
 
     def begin(self, run: Run) -> Iterable[Undo]:
-        """Check after the first backward pass that all pipelines have computed the same."""
+        """Check that all pipelines get the same batches, and compute the same in the first backward pass."""
+        for name in ("training_step", "validation_step", "test_step", "predict_step"):
+            yield replaced(run.ranks, name, partial(self._with_equal_batches, name, getattr(run.ranks, name)))
         has_checked = False
 
         def check() -> None:
@@ -126,6 +143,18 @@ class TensorParallel(Feature):
                 run.pipeline.optimizers.check_equal_gradients()
 
         yield after_backward(run.precision, check)
+
+    def _with_equal_batches(self, name: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        assert self._group is not None
+        first, *others = self._group.parts(torch.tensor(digest((args, kwargs))))
+        if any(not torch.equal(first, other) for other in others):
+            raise RuntimeError(
+                f"the pipelines of tensor_parallel_size got different batches in {name}, but they divide the layers, "
+                "so all of them need the same rows. Each pipeline runs the whole script: draw data and samples from a "
+                "fixed seed (seed_everything), and count ranks with trainer.global_rank and trainer.world_size, which "
+                "are those of the replicas."
+            )
+        return step(*args, **kwargs)
 
     def _end(self, *, failed: bool) -> None:
         """Make model and optimizers whole again. After an error, other pipelines may have ended."""
@@ -142,6 +171,21 @@ class TensorParallel(Feature):
                 if state:
                     optimizer.state[parameter] = state
         model.restore(self._group)
+
+
+def digest(tree: Any) -> int:
+    """Return a number that depends on the shapes and values of the tensors in nested values.
+
+    Of a large tensor, only some values count, evenly spread, so that the time does not depend on its size.
+    """
+    found = 0
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor) and not leaf.is_sparse:
+            values = leaf.detach().flatten()
+            sample = values[:: max(1, values.numel() // _DIGESTED)].cpu().contiguous()
+            content = sample.view(torch.uint8).numpy().tobytes()
+            found = crc32(content, crc32(repr(leaf.shape).encode(), found))
+    return found
 
 
 def _states(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -175,6 +219,12 @@ def plan_of(model: nn.Module, size: int) -> Mapping[str, str]:
                     f"tensor_parallel_size={size} cannot divide {name}={number} of {path or type(model).__name__} "
                     "evenly."
                 )
+        if dropout := [name for name in _DROPOUT_OF_HEADS if getattr(config, name, None)]:
+            rank_zero_warn(
+                f"{dropout[0]}={getattr(config, dropout[0])} of {path or type(model).__name__}: under "
+                f"tensor_parallel_size={size}, the heads of each part have the same dropout masks as those of the "
+                "other parts. Set it to 0 for results that do not depend on the number of parts."
+            )
         found.update(plan)
     if not found:
         raise MisconfigurationException(

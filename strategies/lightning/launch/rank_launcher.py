@@ -38,11 +38,13 @@ class RanksLauncher(Launcher):
             become_worker(self._world, replace=self._replace_workers)
         if self._store is None:
             store = self._world.store()
-            if (before := self._world.divided_into(store)) != self._world.num_stages:
+            (stages, parts), world = self._world.divided_into(store), self._world
+            if (stages, parts) != (world.num_stages, world.num_parts):
+                known = f" with tensor_parallel_size={parts}" if max(parts, world.num_parts) > 1 else ""
                 raise MisconfigurationException(
-                    f"The {self._world.size} ranks of this run are divided into pipelines of {before} stages, and "
-                    f"those that are no drivers do not come back; got {self._world.num_stages} stages now. Start "
-                    "another run for that."
+                    f"The {world.size} ranks of this run are divided into pipelines of {stages} stages{known}, and "
+                    f"those that are no drivers do not come back; got {world.num_stages} stages"
+                    f"{f' and {world.num_parts}' if known else ''} now. Start another run for that."
                 )
             atexit.register(dismiss, self._world, store)
             self._store = store

@@ -84,7 +84,7 @@ class ReplicatedStrategy(ParallelStrategy):
     def pipeline_number(self) -> int:
         """The number of this pipeline, which is the rank of its driver in the process group."""
         if self.world is not None:
-            return self.world.rank // self.world.num_stages
+            return self.world.pipeline_of(self.world.rank)
         return super().global_rank if self.num_pipelines > 1 else 0
 
     @property
@@ -111,7 +111,8 @@ class ReplicatedStrategy(ParallelStrategy):
     def local_rank(self) -> int:
         """The number of this pipeline among the pipelines whose drivers are on this host."""
         if self.world is not None and self.world.is_driver:
-            return self.pipeline_number - -(-self.node_rank * self.world.num_local // self.world.num_stages)
+            first = self.node_rank * self.world.num_local
+            return sum(self.world.stage_of(rank) == 0 for rank in range(first, self.world.rank))
         return super().local_rank if self.num_pipelines > 1 or self.world is not None else 0
 
     @property
@@ -127,7 +128,10 @@ class ReplicatedStrategy(ParallelStrategy):
         """
         assert self.parallel_devices is not None
         local, number = self.parallel_devices, len(self.parallel_devices) * self.num_nodes // self.num_pipelines
-        own = [local[(self.pipeline_number * number + place) % len(local)] for place in range(number)]
+        ranks: Sequence[int] = range(self.pipeline_number * number, (self.pipeline_number + 1) * number)
+        if self.world is not None:
+            ranks = [self.world.driver, *self.world.workers]
+        own = [local[rank % len(local)] for rank in ranks]
         return [*own[1:], own[0]]
 
     @property
@@ -157,6 +161,7 @@ class ReplicatedStrategy(ParallelStrategy):
                 size=environment.world_size(),
                 num_stages=num_local * self.num_nodes // self.num_pipelines,
                 num_local=num_local,
+                num_parts=self._num_parts,
             )
             self._launcher = self._launcher_of(self.world)
         elif self.num_pipelines > 1:
@@ -230,7 +235,7 @@ class ReplicatedStrategy(ParallelStrategy):
             return [*range(len(self.devices))] * self.num_pipelines
         num_stages, num_local = self.world.num_stages, self.world.num_local
         first = self.world.rank // num_local * num_local
-        return [(rank - 1) % num_stages for rank in range(first, first + num_local)]
+        return [(self.world.stage_of(rank) - 1) % num_stages for rank in range(first, first + num_local)]
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all pipelines."""

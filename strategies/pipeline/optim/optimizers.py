@@ -40,7 +40,7 @@ from strategies.pipeline.control.shelf import ShelvedPart
 from strategies.pipeline.optim.replicas import Averaging, SharedSteps
 from strategies.pipeline.stage.layers import PassContext
 from strategies.pipeline.stage.recorder import ActionRecorder
-from strategies.sharding.tensor_parallel import DividedModel, connected
+from strategies.sharding.divided_layers import DividedModel, connected
 
 
 class PipelineOptimizers:

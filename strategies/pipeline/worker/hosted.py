@@ -48,8 +48,8 @@ from strategies.pipeline.transport.journal import Comparison, JournaledTransport
 from strategies.pipeline.transport.slots import SlotAddress
 from strategies.pipeline.transport.ties import TiedParameters
 from strategies.pipeline.worker.setup import StageSetup
-from strategies.sharding import tensor_parallel
-from strategies.sharding.tensor_parallel import TensorGroup
+from strategies.sharding import divided_layers
+from strategies.sharding.divided_layers import TensorGroup
 
 
 @dataclass
@@ -124,7 +124,7 @@ class HostedStage(StageCommands):
         self._replicas = None if setup.replicas is None else activity.wait(partial(setup.replicas.join, setup.index))
         if setup.parts is not None:
             group = activity.wait(partial(setup.parts.join, setup.index))
-            tensor_parallel.connect(TensorGroup(group, activity.wait))
+            divided_layers.connect(TensorGroup(group, activity.wait))
         self._begin(state, optimizers)
         if self._averaging is not None and state.random_state is None:
             self._averaging.share()

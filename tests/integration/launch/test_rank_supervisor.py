@@ -61,7 +61,7 @@ def prepare():
     if not Path("stopped").exists():
         os.kill(fork_server.OwnForkServer._of_this_process.pid, signal.SIGSTOP)
         Path("stopped").touch()
-status = RankSupervisor(3, Starts('{"rank": 3, "num_stages": 4}'), prepare=prepare).run(1)
+status = RankSupervisor(3, Starts('{"rank": 3, "num_stages": 4, "num_parts": 1}'), prepare=prepare).run(1)
 print("status", status, flush=True)
 """
 

@@ -172,7 +172,7 @@ def _first_changed(function: Callable[[Tensor], Tensor], args: tuple[Any, ...], 
     return args, {**kwargs, name: function(kwargs[name])}
 
 
-class Columns(DividedLayer):
+class ColumnLayer(DividedLayer):
     """A layer divided by its output features; ``joins``: every rank gets the whole output."""
 
     def __init__(self, *, joins: bool = False) -> None:
@@ -185,7 +185,7 @@ class Columns(DividedLayer):
         return joined(output) if self._joins and output is not None else output
 
 
-class Rows(DividedLayer):
+class RowLayer(DividedLayer):
     """A layer divided by its input features; ``splits``: every rank has the whole input."""
 
     def __init__(self, *, splits: bool = False) -> None:
@@ -208,7 +208,7 @@ class Rows(DividedLayer):
         return total if bias is None else total + bias
 
 
-class Vocabulary(DividedLayer):
+class VocabularyLayer(DividedLayer):
     """An embedding divided by its entries. Each rank looks up its own, and the sum has all of them."""
 
     def __init__(self, first: int) -> None:
@@ -232,7 +232,7 @@ class Vocabulary(DividedLayer):
         return summed(output.masked_fill(elsewhere.unsqueeze(-1), 0))
 
 
-class PartialGradients(DividedLayer):
+class PartialGradientLayer(DividedLayer):
     """A layer that every rank has, such as the norm of a head, and whose input is the part of this rank."""
 
     def __init__(self) -> None:
@@ -251,7 +251,7 @@ class PartialGradients(DividedLayer):
         return output
 
 
-class Experts(DividedLayer):
+class ExpertsLayer(DividedLayer):
     """A list of experts, each of which is divided: input and weights of the router are whole, outputs are summed."""
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -268,7 +268,7 @@ class Experts(DividedLayer):
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """How a parameter is divided.
 
     Attributes:
@@ -303,17 +303,17 @@ class Style:
 
 
 STYLES: Mapping[str, Style] = {
-    "colwise": Style("columns", Columns),
-    "colwise_gather_output": Style("columns", lambda: Columns(joins=True)),
-    "colwise_rep": Style("columns", lambda: Columns(joins=True)),
-    "packed_colwise": Style("columns", Columns, packed=2),
-    "rowwise": Style("rows", Rows),
-    "rowwise_split_input": Style("rows", lambda: Rows(splits=True)),
-    "rowwise_rep": Style("rows", lambda: Rows(splits=True)),
-    "packed_rowwise": Style("rows", Rows, packed=2),
-    "embedding_rowwise": Style("vocabulary", Vocabulary),
-    "replicated_with_grad_allreduce": Style("whole", PartialGradients),
-    "moe_tp_experts": Style("experts", Experts),
+    "colwise": Style("columns", ColumnLayer),
+    "colwise_gather_output": Style("columns", lambda: ColumnLayer(joins=True)),
+    "colwise_rep": Style("columns", lambda: ColumnLayer(joins=True)),
+    "packed_colwise": Style("columns", ColumnLayer, packed=2),
+    "rowwise": Style("rows", RowLayer),
+    "rowwise_split_input": Style("rows", lambda: RowLayer(splits=True)),
+    "rowwise_rep": Style("rows", lambda: RowLayer(splits=True)),
+    "packed_rowwise": Style("rows", RowLayer, packed=2),
+    "embedding_rowwise": Style("vocabulary", VocabularyLayer),
+    "replicated_with_grad_allreduce": Style("whole", PartialGradientLayer),
+    "moe_tp_experts": Style("experts", ExpertsLayer),
 }
 """The styles that a plan may give to a layer or to a single parameter, by the names of ``transformers``."""
 
@@ -336,10 +336,10 @@ class DividedModel:
 
     def __init__(self, model: nn.Module, plan: Mapping[str, str], rank: int, size: int) -> None:
         self._model, self._rank, self._size = model, rank, size
-        self._part_of: dict[nn.Parameter, Part] = {}
+        self._part_of: dict[nn.Parameter, TensorPart] = {}
         self._undo: list[Callable[[], None]] = []
         layers = self._planned(plan)
-        self.parts: dict[str, Part] = {
+        self.parts: dict[str, TensorPart] = {
             name: self._part_of[parameter]
             for name, parameter in model.named_parameters(remove_duplicate=False)
             if parameter in self._part_of
@@ -353,7 +353,7 @@ class DividedModel:
             parameter.data = part.of(parameter.data, rank, size)
 
     @property
-    def divided(self) -> Mapping[nn.Parameter, Part]:
+    def divided(self) -> Mapping[nn.Parameter, TensorPart]:
         """How each divided parameter is divided."""
         return self._part_of
 
@@ -433,7 +433,12 @@ class DividedModel:
         return None
 
     def _changed(
-        self, optimizer: Optimizer, states: Mapping[Any, Any], change: Callable[[Part, Tensor], Tensor], *, whole: bool
+        self,
+        optimizer: Optimizer,
+        states: Mapping[Any, Any],
+        change: Callable[[TensorPart, Tensor], Tensor],
+        *,
+        whole: bool,
     ) -> dict[Any, Any]:
         changed = dict(states)
         for number, parameter in enumerate(parameters_of(optimizer)):
@@ -464,7 +469,7 @@ class DividedModel:
                     if (key := _key(f"{name}.{own}", plan)) is not None:
                         used.add(key)
                         style = _style(key, plan[key])
-                        self._take(parameter, Part(-2 if style.kind == "columns" else -1, style.packed), name)
+                        self._take(parameter, TensorPart(-2 if style.kind == "columns" else -1, style.packed), name)
             if (key := _key(name, plan)) is not None:
                 used.add(key)
                 if module not in layers:
@@ -482,7 +487,7 @@ class DividedModel:
             for name, module in places:
                 if module in layers or _key(name, plan) is not None:
                     continue
-                if type(module) is nn.Embedding and part == Part(-2):
+                if type(module) is nn.Embedding and part == TensorPart(-2):
                     layers[module] = module, STYLES["embedding_rowwise"], name
                 else:
                     raise ValueError(
@@ -511,11 +516,11 @@ class DividedModel:
             )
         outputs_first = not is_conv1d  # a Conv1D has the shape [inputs, outputs]
         dim = -2 if (style.kind != "rows") == outputs_first else -1
-        self._take(weight, Part(dim, style.packed), name)
+        self._take(weight, TensorPart(dim, style.packed), name)
         if bias is not None and style.kind == "columns":
-            self._take(bias, Part(-1, style.packed), name)
+            self._take(bias, TensorPart(-1, style.packed), name)
 
-    def _take(self, parameter: nn.Parameter, part: Part, name: str) -> None:
+    def _take(self, parameter: nn.Parameter, part: TensorPart, name: str) -> None:
         if (before := self._part_of.setdefault(parameter, part)) != part:
             raise ValueError(
                 f"the tensor parallel plan divides a parameter of {name} in two ways, in dimensions {before.dim} and "

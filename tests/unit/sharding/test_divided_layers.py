@@ -1,0 +1,144 @@
+"""How a plan divides the layers of a model, in one process; ``test_tensor_parallel_runs.py`` trains with it."""
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from strategies.sharding.divided_layers import DividedModel, TensorPart
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(4, 8), nn.Linear(8, 4), nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(x + self.down(self.up(x).relu()))
+        return out
+
+
+class Words(nn.Module):
+    """An embedding, blocks, and a head that may be tied to the embedding."""
+
+    def __init__(self, *, is_tied: bool = False) -> None:
+        super().__init__()
+        self.table, self.blocks, self.head = (
+            nn.Embedding(6, 4, padding_idx=4),
+            nn.ModuleList([Block(), Block()]),
+            nn.Linear(4, 6),
+        )
+        if is_tied:
+            self.head.weight = self.table.weight
+
+
+PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+HEAD = {"head": "colwise_gather_output"}
+
+
+@pytest.mark.parametrize(
+    "part", [TensorPart(-1), TensorPart(-2), TensorPart(-2, packed=2), TensorPart(-1, packed=3)], ids=str
+)
+def test_parts_make_the_whole(part: TensorPart) -> None:
+    whole = torch.arange(12 * 12).view(12, 12)
+    parts = [part.of(whole, rank, 2) for rank in range(2)]
+    assert torch.equal(part.joined(parts), whole)
+    assert parts[0].shape[part.dim] == 6 and parts[0].data_ptr() != whole.data_ptr()
+
+
+def test_packed_tensors_are_divided_one_by_one() -> None:
+    gate_and_up = torch.arange(8).view(8, 1)
+    assert TensorPart(-2, packed=2).of(gate_and_up, 1, 2).flatten().tolist() == [2, 3, 6, 7]
+
+
+def test_each_rank_has_its_part() -> None:
+    whole = Words()
+    model = Words()
+    model.load_state_dict(whole.state_dict())
+    divided = DividedModel(model, PLAN, 1, 2)
+    assert sorted(divided.parts) == sorted(
+        f"blocks.{i}.{name}" for i in range(2) for name in ("up.weight", "up.bias", "down.weight")
+    )
+    block, before = model.blocks[1], whole.blocks[1]
+    assert isinstance(block, Block) and isinstance(before, Block)
+    assert torch.equal(block.up.weight, before.up.weight[4:]) and torch.equal(block.up.bias, before.up.bias[4:])
+    assert torch.equal(block.down.weight, before.down.weight[:, 4:])
+    assert torch.equal(block.down.bias, before.down.bias) and block.up.out_features == block.down.in_features == 4
+    assert model.head.weight.shape == (6, 4)
+
+
+def test_hooks_and_sizes_go_at_the_end() -> None:
+    model = Words()
+    divided = DividedModel(model, {**PLAN, "table": "embedding_rowwise"}, 1, 2)
+    block = model.blocks[0]
+    assert isinstance(block, Block)
+    assert model.table.padding_idx == 1 and model.table.num_embeddings == 3
+    with pytest.raises(RuntimeError, match=r"holds a part of its weights, and computes only together with the other"):
+        block(torch.ones(2, 4))
+    assert block.down.bias is not None  # also after the error
+    divided.restore(None)
+    assert block.up.out_features == 8 and model.table.padding_idx == 4 and model.table.num_embeddings == 6
+    assert not block.up._forward_pre_hooks and not block.down._forward_hooks
+
+
+def test_a_tied_embedding_is_divided_with_the_head() -> None:
+    model = Words(is_tied=True)
+    divided = DividedModel(model, HEAD, 0, 2)
+    assert sorted(divided.parts) == ["head.bias", "head.weight", "table.weight"]
+    assert model.table.weight is model.head.weight and model.table.num_embeddings == 3
+
+
+def test_states_of_an_optimizer() -> None:
+    model = Words()
+    optimizer = torch.optim.AdamW(model.parameters())
+    whole = {n: {"step": torch.tensor(1.0), "exp_avg": torch.rand_like(p)} for n, p in enumerate(model.parameters())}
+    divided = DividedModel(model, PLAN, 1, 2)
+    own = divided.own_states(optimizer, whole)
+    for number, parameter in enumerate(model.parameters()):
+        assert own[number]["exp_avg"].shape == parameter.shape and own[number]["step"] == 1
+
+
+REFUSED: Mapping[str, tuple[dict[str, str], str]] = {
+    "name": ({"blocks.*.upp": "colwise"}, r"names blocks\.\*\.upp, but Words has no such layer or parameter"),
+    "style": ({"blocks.*.up": "columnwise"}, r"gives blocks\.\*\.up the style 'columnwise'; supported are colwise"),
+    "layer": (
+        {"blocks.*.norm": "colwise"},
+        r"divides blocks\.0\.norm, a LayerNorm, but this style needs an nn\.Linear",
+    ),
+    "table": ({"head": "embedding_rowwise"}, r"divides head, a Linear, but this style needs an nn\.Embedding"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_plans_that_do_not_fit(name: str) -> None:
+    plan, message = REFUSED[name]
+    model = Words()
+    with pytest.raises(ValueError, match=message):
+        DividedModel(model, plan, 0, 2)
+    assert model.head.weight.shape == (6, 4) and not model.head._forward_hooks
+
+
+def test_sizes_that_do_not_divide() -> None:
+    message = r"tensor_parallel_size=4 cannot divide head\.weight of shape \[6, 4\]: 6 is not a multiple of 4"
+    with pytest.raises(ValueError, match=message):
+        DividedModel(Words(), HEAD, 0, 4)
+
+
+def test_ties_that_do_not_divide() -> None:
+    with pytest.raises(ValueError, match=r"in two ways, in dimensions -2 and -1: it is tied to another layer"):
+        DividedModel(Words(is_tied=True), {"table": "embedding_rowwise", "head": "rowwise_split_input"}, 0, 2)
+    model = Words()
+    model.extra = nn.Bilinear(4, 4, 1)
+    model.extra.weight = model.head.weight
+    with pytest.raises(
+        ValueError, match=r"extra\.weight is a parameter that .* the plan says nothing of extra, a Bili"
+    ):
+        DividedModel(model, HEAD, 0, 2)
+
+
+def test_tensors_without_values() -> None:
+    with torch.device("meta"):
+        model = Words()
+    with pytest.raises(ValueError, match=r"blocks\.0\.up\.weight has no values yet.*Build the model outside of"):
+        DividedModel(model, PLAN, 0, 2)
