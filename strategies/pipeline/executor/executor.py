@@ -11,8 +11,9 @@ errors.
 Index letters: ``m`` micro-batch, ``i`` stage.
 """
 
+import pickle
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -110,8 +111,8 @@ class Executor(NotCopyable):
             for layers, (first, stop) in zip(lists_of(parts.module), pairwise(ends), strict=True)
         ]
         """The driver's connections to each list of layers."""
-        self._told: dict[Hashable, Program] = {}
-        """The programs whose rows have been sent to the stages, by their names."""
+        self._programs: dict[tuple[str, int, int], tuple[Program, list[bytes]]] = {}
+        """The programs that have run, with the pickled rows of the workers; see :meth:`Programs.of` for the keys."""
         self.mirrors = [
             Mirror(layers, remote.description) for layers, remote in zip(parts.stages, parts.remotes, strict=False)
         ]
@@ -185,14 +186,14 @@ class Executor(NotCopyable):
             this: The pass.
             code: The code that this process runs between its actions.
         """
-        self.current, name = this.number, (part, this.microbatches, this.list_number)
-        program = self._told.get(name) or self.programs.of(*name)
+        self.current, key = this.number, (part, this.microbatches, this.list_number)
+        if key not in self._programs:
+            found = self.programs.of(*key)
+            self._programs[key] = found, [pickle.dumps(row) for row in found.operations[:-1]]
+        program, rows = self._programs[key]
         this = replace(this, limit=program.limit)
-        for remote, row in zip(self.remotes, program.operations, strict=False):
-            if name not in self._told:
-                remote.send(StageCommands.learn, name, row)
-            remote.send(StageCommands.run, this, name)
-        self._told[name] = program
+        for remote, row in zip(self.remotes, rows, strict=True):
+            remote.send(StageCommands.run, this, row)
         self.stage.run(program.operations[-1], this, code)
 
     @contextmanager
