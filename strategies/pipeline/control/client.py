@@ -681,17 +681,12 @@ class RemoteStage(NotCopyable):
 
     def send_zero_grad(self, name: str, set_to_none: bool, module: int = 0) -> None:
         """Send :meth:`StageCommands.zero_grad` for a parameter; consecutive calls become one command."""
-        command, arguments, _ = self._queued[-1] if self._queued else ("", (None,), {})
-        last = arguments[0]
-        if (
-            command == StageCommands.zero_grad.__name__
-            and isinstance(last, NamedParameters)
-            and (last.module, arguments[1]) == (module, set_to_none)
-        ):
-            self.version += 1
-            last.names.append(name)
-        else:
-            self.send(StageCommands.zero_grad, NamedParameters([name], module), set_to_none)
+        match self._queued[-1] if self._queued else None:
+            case "zero_grad", (NamedParameters(names, of), to_none), _ if (of, to_none) == (module, set_to_none):
+                self.version += 1
+                names.append(name)
+            case _:
+                self.send(StageCommands.zero_grad, NamedParameters([name], module), set_to_none)
 
     def ask(self, command: StageCommand[P, R], *args: P.args, **kwargs: P.kwargs) -> Answer[R]:
         """Send a command that has a result, without waiting for it."""

@@ -60,6 +60,7 @@ def remote_stage(ended: str | None = None) -> RemoteStage:
 def test_commands_that_can_wait_travel_ahead_of_the_next_one(wire: Wire) -> None:
     remote = remote_stage()
     remote.send(StageCommands.discard, 3)
+    remote.send(StageCommands.start_journal)
     for name in ("0.weight", "0.bias"):
         remote.send_zero_grad(name, True)
     remote.send_zero_grad("0.weight", False)
@@ -67,7 +68,8 @@ def test_commands_that_can_wait_travel_ahead_of_the_next_one(wire: Wire) -> None
     remote.ask(StageCommands.num_kept)
     remote.ask(StageCommands.grad_norms, 0, norm_type=1.0)
     cleared = [(["0.weight", "0.bias"], 0), True], [(["0.weight"], 0), False]
-    first = [("discard", (3,), {}), *(("zero_grad", tuple(each), {}) for each in cleared), ("num_kept", (), {})]
+    ahead = [("discard", (3,), {}), ("start_journal", (), {})]
+    first = [*ahead, *(("zero_grad", tuple(each), {}) for each in cleared), ("num_kept", (), {})]
     assert wire.sent == [(first, 0), ([("grad_norms", (0,), {"norm_type": 1.0})], 1)]
 
 
