@@ -49,8 +49,7 @@ from strategies.pipeline.control.client import (
 )
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.control.watch import Watch
-from strategies.pipeline.executor.executor import Executor, PipelineParts
-from strategies.pipeline.executor.fill_drain import FillDrain
+from strategies.pipeline.executor.executor import Executor, FillDrain, PipelineParts
 from strategies.pipeline.executor.per_microbatch import Code, PerMicrobatch, Shares
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.optim.optimizers import PipelineOptimizers
