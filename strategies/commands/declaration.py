@@ -30,7 +30,6 @@ class Declaration:
         collective: Whether the command runs once for all callers: when each of them has called it, with the arguments
             of the last call.
         can_wait: Whether the command has no result and is sent together with the next command that cannot wait.
-        lasts: Whether a replacement process must run the command again, because no snapshot contains its effect.
         only_reads: Whether the command has a result and no effect.
     """
 
@@ -38,7 +37,6 @@ class Declaration:
     doing: str
     collective: bool
     can_wait: bool
-    lasts: bool
     only_reads: bool
 
 
@@ -48,7 +46,6 @@ def command(
     doing: str = "",
     collective: bool = False,
     can_wait: bool = False,
-    lasts: bool = False,
     only_reads: bool = False,
 ) -> Callable[[F], F]:
     """Declare a method of a ``Protocol`` as a command. Classes that implement the ``Protocol`` must define it.
@@ -58,13 +55,12 @@ def command(
         doing: What the process reports as its activity while the command runs; empty if the command reports it itself.
         collective: Whether the command runs once for all callers, when each of them has called it.
         can_wait: Whether the command has no result and is sent together with the next command that cannot wait.
-        lasts: Whether a replacement process must run the command again, because no snapshot contains its effect.
         only_reads: Whether the command has a result and no effect.
     """
 
     def declare(method: F) -> F:
         changes = changes_values and not only_reads
-        vars(method)[_ATTRIBUTE] = Declaration(changes, doing, collective, can_wait, lasts, only_reads)
+        vars(method)[_ATTRIBUTE] = Declaration(changes, doing, collective, can_wait, only_reads)
         vars(method)["__isabstractmethod__"] = True
         return method
 

@@ -26,3 +26,10 @@ def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad.mul_(factor.to(parameter.grad.device))
+
+
+def add_gradient(parameters: Iterable[Tensor], grad: Tensor) -> None:
+    """Add a tensor, which may be on another device, to the gradient of each parameter."""
+    for parameter in parameters:
+        added = grad.to(parameter.device)
+        parameter.grad = added if parameter.grad is None else parameter.grad + added

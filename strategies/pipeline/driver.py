@@ -50,8 +50,7 @@ from strategies.pipeline.control.client import (
 )
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.control.watch import Watch
-from strategies.pipeline.executor.executor import Executor, PipelineParts
-from strategies.pipeline.executor.fill_drain import FillDrain
+from strategies.pipeline.executor.executor import Executor, FillDrain, PipelineParts
 from strategies.pipeline.executor.per_microbatch import Code, PerMicrobatch, Shares
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.optim.optimizers import PipelineOptimizers
@@ -498,7 +497,7 @@ class Pipeline(NotCopyable):
         assert self._running is not None
         self._running.executor.stage.recorder = self.optimizers.recorder = ActionRecorder(self.device)
         for remote in self.remotes:
-            remote.send(StageCommands.start_recording)
+            remote.ask(StageCommands.record, True)  # the answer is empty
 
     def stop_recording(self) -> Callable[[], list[Recorded]]:
         """Stop recording. :class:`BatchRecording` calls this.
@@ -509,7 +508,7 @@ class Pipeline(NotCopyable):
         assert self._running is not None
         stage = self._running.executor.stage
         recorder, stage.recorder, self.optimizers.recorder = stage.recorder, None, None
-        answers = [remote.ask(StageCommands.stop_recording) for remote in self.remotes]
+        answers = [remote.ask(StageCommands.record, False) for remote in self.remotes]
         own = (recorder or ActionRecorder(self.device)).recorded()
         return lambda: [*(answer.wait() for answer in answers), own]
 

@@ -143,16 +143,13 @@ ELSEWHERE: dict[str, list[str]] = {
         "integration/pipeline/test_recovery.py",
     ],
     "strategies/pipeline/executor/executor.py": [
+        "unit/pipeline/stage/test_stage.py",
         "integration/pipeline/test_pipeline_engine.py",
         "integration/parity/schedules/test_parity_schedules.py",
     ],
     "strategies/pipeline/executor/settings.py": [
         "unit/test_rpc_sequential.py",
         "unit/pipeline/schedule/test_program.py",
-    ],
-    "strategies/pipeline/executor/fill_drain.py": [
-        "unit/pipeline/stage/test_stage.py",
-        "integration/pipeline/test_pipeline_engine.py",
     ],
     "strategies/pipeline/optim/optimizers.py": [
         "integration/parity/training/test_parity_optimizers.py",

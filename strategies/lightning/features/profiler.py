@@ -97,7 +97,7 @@ class ProfiledStages:
         given = profile_arguments(self._profiler)
         for remote in self._pipeline.remotes:
             options = {name: given[name] for name in _OPTIONS if name in given}
-            remote.send(StageCommands.start_trace, options)
+            remote.ask(StageCommands.trace, options)  # the answer is empty
         self._records = True
 
     def _save(self) -> None:
@@ -106,7 +106,7 @@ class ProfiledStages:
         if not self._records or pipeline.failures.any:
             return
         self._records = False
-        answers = [remote.ask(StageCommands.stop_trace) for remote in pipeline.remotes]
+        answers = [remote.ask(StageCommands.trace, None) for remote in pipeline.remotes]
         for i, answer in enumerate(answers):
             trace = answer.wait()
             if trace is not None and profiler.dirpath is not None and exports_to_chrome(profiler):

@@ -25,7 +25,7 @@ from strategies.commands.declaration import Call, declarations_of
 from strategies.commands.failure import Failure
 from strategies.commands.host import AfterFailure, follow, perform, progress
 from strategies.common.errors import PeerFailed, WorkerLost, is_consequence
-from strategies.pipeline.control.commands import StageCommands, meets_replicas
+from strategies.pipeline.control.commands import NamedParameters, StageCommands, meets_replicas
 from strategies.pipeline.transport.channel import Sender, unrecorded
 
 P = ParamSpec("P")
@@ -570,8 +570,7 @@ class RemoteStage(NotCopyable):
         self._followed: Future[Any] = Future()
         """Done when the stage no longer follows its link."""
         self._log: StageLog | None = None
-        self._lasting: list[Call] = []
-        self._num_shelved = itertools.count()
+        self._numbers = itertools.count()
         self.version = 0
         """Changes whenever the stage may have changed a parameter, a buffer or a gradient."""
         self.in_pass = False
@@ -624,9 +623,9 @@ class RemoteStage(NotCopyable):
         """Return a context in which no process takes over the stage."""
         return nullcontext() if self._log is None else self._log.lock
 
-    def number_shelved(self) -> int:
-        """Return the number of the next part of the state on the shelf of the stage."""
-        return next(self._num_shelved)
+    def new_number(self) -> int:
+        """Return a number for a result or a part of the state that the stage keeps until :meth:`StageCommands.free`."""
+        return next(self._numbers)
 
     @property
     def has_ended(self) -> bool:
@@ -655,8 +654,6 @@ class RemoteStage(NotCopyable):
         called = _Callee(self.process, self._lost, self.failures, self._replies)
         reply: Any = unrecorded(rpc.rpc_async, self._name, follow, args=(self._host,), timeout=0)
         reply.add_done_callback(partial(self._settle, done=self._followed, called=called))
-        if self._lasting:
-            self.transmit(pickle.dumps(self._lasting))
 
     def disconnect(self) -> None:
         """Make the stage stop following its link, if it still does."""
@@ -670,8 +667,6 @@ class RemoteStage(NotCopyable):
         declared = _DECLARATIONS[command.__name__]
         call: Call = (command.__name__, args, kwargs)
         self.version += declared.changes_values
-        if declared.lasts:
-            self._lasting.append(call)
         if declared.can_wait:
             self._queued.append(call)
             return
@@ -685,13 +680,13 @@ class RemoteStage(NotCopyable):
             self.transmit(pickle.dumps(calls))
 
     def send_zero_grad(self, name: str, set_to_none: bool, module: int = 0) -> None:
-        """Send :meth:`StageCommands.zero_grads` for a parameter; consecutive calls become one command."""
-        command, arguments, _ = self._queued[-1] if self._queued else ("", (), {})
-        if command == StageCommands.zero_grads.__name__ and arguments[1:] == (set_to_none, module):
-            self.version += 1
-            arguments[0].append(name)
-        else:
-            self.send(StageCommands.zero_grads, [name], set_to_none, module)
+        """Send :meth:`StageCommands.zero_grad` for a parameter; consecutive calls become one command."""
+        match self._queued[-1] if self._queued else None:
+            case "zero_grad", (NamedParameters(names, of), to_none), _ if (of, to_none) == (module, set_to_none):
+                self.version += 1
+                names.append(name)
+            case _:
+                self.send(StageCommands.zero_grad, NamedParameters([name], module), set_to_none)
 
     def ask(self, command: StageCommand[P, R], *args: P.args, **kwargs: P.kwargs) -> Answer[R]:
         """Send a command that has a result, without waiting for it."""

@@ -7,25 +7,32 @@ the ``k``-th copy of the model. ``optimizer`` is the number of one of the user's
 number of a pass.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from strategies.commands.declaration import Call, command
 from strategies.optim.calls import MethodCall
-from strategies.pipeline.control.operations import Operation, WorkerTensor
+from strategies.pipeline.control.operations import GradientOf, Name, Operation, WorkerTensor
 from strategies.pipeline.control.parts import Part, PartKind, Piece
-from strategies.pipeline.schedule.operations import Row
 from strategies.pipeline.stage.layers import PassContext
 from strategies.pipeline.stage.passes import Pass
 from strategies.pipeline.stage.records import Recorded
 from strategies.pipeline.transport.journal import Comparison
 from strategies.pipeline.transport.slots import SlotAddress
 
-Attributes = dict[int, dict[str, Any]]
-"""Plain attributes of some modules, by the place of the module in ``modules()``."""
+
+class NamedParameters(NamedTuple):
+    """Some parameters of a module of the stage."""
+
+    names: list[str]
+    module: int = 0
+
+
+Parameters = int | NamedParameters
+"""Parameters of a stage: those of the optimizer with this number, or some by name."""
 
 
 class StageCommands(Protocol):
@@ -37,17 +44,13 @@ class StageCommands(Protocol):
 
     # Passes
 
-    @command(changes_values=False, can_wait=True, lasts=True)
-    def learn(self, program: Hashable, row: Row) -> None:
-        """Remember this process's row of a program, by the name of the program."""
-
     @command()
-    def run(self, this: Pass, program: Hashable) -> None:
+    def run(self, this: Pass, row: bytes) -> None:
         """Run this process's row of a program.
 
         Args:
             this: The pass. If it gathers, its gradients stay apart from ``.grad`` until :meth:`release`.
-            program: The name of the program.
+            row: The :data:`~strategies.pipeline.schedule.operations.Row`, pickled once for all passes with this row.
         """
 
     @command(can_wait=True)
@@ -62,48 +65,41 @@ class StageCommands(Protocol):
     def num_kept(self) -> int:
         """Return the number of micro-batches that wait for their backward pass."""
 
-    # Attributes of layers
-
-    @command(changes_values=False, can_wait=True)
-    def set_attributes(self, attributes: Attributes, trained: Sequence[bool] | None = None) -> None:
-        """Set plain attributes of modules, such as ``training``.
-
-        Args:
-            attributes: The attributes.
-            trained: ``requires_grad`` of each parameter, in the order of ``parameters()``; ``None`` does not change it.
-        """
-
-    # Single values and gradients, for stand-ins on the driver
+    # Single values, for stand-ins on the driver
 
     @command(only_reads=True, doing="handing over a value")
-    def value(self, name: str, module: int = 0) -> tuple[Tensor | None, bool]:
-        """Return a parameter or buffer, and whether it is a buffer with a place in the autograd graph."""
+    def value(self, reference: Name | GradientOf | WorkerTensor) -> Tensor | None:
+        """Return a tensor of this stage; ``None`` if it does not exist.
 
-    @command(only_reads=True, doing="handing over a gradient")
-    def gradient(self, name: str, module: int = 0) -> Tensor | None:
-        """Return the gradient of a parameter."""
-
-    @command(can_wait=True)
-    def add_gradient(self, name: str, grad: Tensor, module: int = 0) -> None:
-        """Add the gradient from the use of a parameter on the driver to the gradient of this parameter."""
+        Of the results for a parameter or buffer, only that for a buffer with a place in the autograd graph requires a
+        gradient.
+        """
 
     @command(can_wait=True)
     def compute(self, operation: Operation, dtype: torch.dtype) -> None:
         """Run an operation on values of this stage, with the default dtype of the driver."""
 
-    @command(only_reads=True)
-    def held_value(self, reference: WorkerTensor) -> Tensor:
-        """Return a tensor of this stage."""
-
-    @command(changes_values=False, can_wait=True)
-    def free_value(self, number: int) -> None:
-        """Free the result of an operation."""
-
-    # Gradients of all parameters
+    # Gradients
 
     @command(can_wait=True)
-    def zero_grads(self, names: Sequence[str], set_to_none: bool, module: int = 0) -> None:
-        """Clear the gradients of parameters, as ``zero_grad`` of a module with these parameters does."""
+    def zero_grad(self, parameters: Parameters, set_to_none: bool) -> None:
+        """Clear gradients, as ``zero_grad`` of the optimizer or of a module with these parameters does."""
+
+    @command(can_wait=True)
+    def change_grads(self, parameters: Parameters, change: Callable[[Sequence[Tensor]], object]) -> None:
+        """Call a function that changes the gradients of the parameters that it gets."""
+
+    @command()
+    def unscale_grads(self, optimizer: int, inv_scale: Tensor, allow_fp16: bool) -> float:
+        """Divide the gradients of the parameters of an optimizer by the loss scale.
+
+        Returns:
+            Zero if all of them are finite.
+        """
+
+    @command(only_reads=True)
+    def grad_norms(self, optimizer: int, norm_type: float) -> dict[int, Tensor]:
+        """Return the norm of each gradient, by the number of the parameter in the whole optimizer."""
 
     @command()
     def average_grads(self, share: float | None) -> None:
@@ -156,30 +152,6 @@ class StageCommands(Protocol):
             The result of the method; ``None`` in place of the optimizer itself.
         """
 
-    @command(can_wait=True)
-    def zero_grad(self, optimizer: int, set_to_none: bool) -> None:
-        """Clear the gradients of the parameters of an optimizer."""
-
-    @command()
-    def unscale_grads(self, optimizer: int, inv_scale: Tensor, allow_fp16: bool) -> float:
-        """Divide the gradients of the parameters of an optimizer by the loss scale.
-
-        Returns:
-            Zero if all of them are finite.
-        """
-
-    @command(can_wait=True)
-    def scale_grads(self, optimizer: int, factor: Tensor) -> None:
-        """Multiply the gradients of the parameters of an optimizer by ``factor``, a scalar."""
-
-    @command(can_wait=True)
-    def clip_grad_values(self, optimizer: int, limit: float) -> None:
-        """Clamp every element of the gradients of an optimizer's parameters to ``[-limit, limit]``."""
-
-    @command(only_reads=True)
-    def grad_norms(self, optimizer: int, norm_type: float) -> dict[int, Tensor]:
-        """Return the norm of each gradient, by the number of the parameter in the whole optimizer."""
-
     # Parts of the state. Captured parts are on the shelf, see strategies.pipeline.control.shelf
 
     @command(changes_values=False)
@@ -197,7 +169,7 @@ class StageCommands(Protocol):
         """Replace a part of the state, or some entries of it.
 
         Args:
-            part: A state dict, some buffers, or the states of an optimizer.
+            part: A state dict, some buffers, attributes, ``requires_grad`` flags, or the states of an optimizer.
             content: The entries; see :meth:`~strategies.pipeline.state.held.HeldState.place`.
         """
 
@@ -210,8 +182,8 @@ class StageCommands(Protocol):
         """Replace the tensors on the shelf by copies, which later commands do not change."""
 
     @command(changes_values=False, can_wait=True)
-    def drop_shelved(self, number: int) -> None:
-        """Take a part off the shelf."""
+    def free(self, number: int) -> None:
+        """Free the result of an operation, or a part on the shelf, to which the driver refers no more."""
 
     # Snapshots, see strategies.pipeline.state.snapshots
 
@@ -225,42 +197,37 @@ class StageCommands(Protocol):
 
     # Verification, see strategies.pipeline.recovery.verification
 
-    @command(changes_values=False, can_wait=True)
-    def start_journal(self) -> None:
-        """Start to note what the stage sends and receives."""
+    @command(can_wait=True)
+    def start_journal(self, begin: tuple[int, SlotAddress] | None = None) -> None:
+        """Start to note what the stage sends and receives.
 
-    @command(doing="going back to a snapshot")
-    def go_back(self, number: int, address: SlotAddress) -> None:
-        """Restore a snapshot in this process.
-
-        Until :meth:`compare`, :meth:`snapshot` compares the state with the snapshot that was written the first time.
+        Args:
+            begin: Number and slot of a snapshot that this process restores first, to compute for the second time.
+                Until :meth:`compare`, :meth:`snapshot` then compares the state with the snapshot that was written the
+                first time.
         """
 
     @command(changes_values=False)
     def compare(self) -> Comparison:
-        """Return what differs between the two computations of the stage, before and since :meth:`go_back`."""
+        """Return what differs between the first and the second computation of the stage, and end its journal."""
 
     # Profiling
 
-    @command(changes_values=False, can_wait=True)
-    def start_recording(self) -> None:
-        """Record from now on when the stage waits, computes and sends."""
-
     @command(changes_values=False, doing="handing over records")
-    def stop_recording(self) -> Recorded:
-        """Stop the recording and return it; it is empty if it was not started."""
-
-    @command(changes_values=False, doing="starting the profiler", can_wait=True)
-    def start_trace(self, options: Mapping[str, Any]) -> None:
-        """Start a trace of the compute thread.
+    def record(self, goes_on: bool) -> Recorded:
+        """Return the recording of when the stage waited, computed and sent; it is empty if there was none.
 
         Args:
-            options: Arguments of ``torch.profiler.profile``.
+            goes_on: Whether a new recording starts.
         """
 
-    @command(changes_values=False, doing="handing over a trace")
-    def stop_trace(self) -> bytes | None:
-        """End the trace and return it in Chrome's format; ``None`` if nothing has been recorded."""
+    @command(changes_values=False, doing="starting or ending a trace")
+    def trace(self, options: Mapping[str, Any] | None) -> bytes | None:
+        """End the trace of the compute thread and return it in Chrome's format; ``None`` if there was none.
+
+        Args:
+            options: Arguments of ``torch.profiler.profile`` for a new trace, which starts now; ``None`` starts none.
+        """
 
 
 _MEETINGS = frozenset(

@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Key = int | tuple[int, str]
-"""A computed value by number, or a parameter or buffer by its module's number in the stage and its name there."""
+Name = tuple[int, str]
+"""A parameter or buffer, by its module's number in the stage and its name there."""
+
+Key = int | Name
+"""A computed value by number, or a parameter or buffer."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,13 @@ class WorkerTensor:
     key: Key
     base: Strides
     view: Strides | None
+
+
+@dataclass(frozen=True)
+class GradientOf:
+    """A reference to the gradient of a parameter of the worker."""
+
+    parameter: Name
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ class PartKind(Enum):
     EXTRA_STATE = "what get_extra_state of its layers adds to that"
     GRADS = "the gradient of each parameter of a module, by name; None if it has none"
     ATTRIBUTES = "the plain attributes of each module, in the order of modules()"
+    REQUIRES_GRAD = "requires_grad of each parameter, in the order of parameters()"
     OBJECTS = "other attributes: objects, pickled together, and tensors that are no buffers"
     OPTIMIZER = "the optimizer states in this process, by the number of the parameter in the whole optimizer"
     WHOLE_OPTIMIZER = "the same, with the states of all replicas that have divided them, on the first replica"

@@ -77,19 +77,19 @@ class ShelvedPart:
     @classmethod
     def of(cls, stage: RemoteStage, part: Part) -> "ShelvedPart":
         """Make a stage put a part of its state on its shelf."""
-        number = stage.number_shelved()
+        number = stage.new_number()
         (tree,) = stage.ask(StageCommands.capture, {number: part}).wait()
         return cls(stage, number, tree)
 
     @classmethod
     def rescued(cls, stage: RemoteStage, parts: Sequence[Part]) -> "dict[Part, ShelvedPart]":
         """Make a stage put parts of its state on its shelf, even if another stage has failed."""
-        numbered = {stage.number_shelved(): part for part in parts}
+        numbered = {stage.new_number(): part for part in parts}
         trees = stage.ask(StageCommands.capture, numbered).rescue()
         return {part: cls(stage, number, tree) for (number, part), tree in zip(numbered.items(), trees, strict=True)}
 
     def __del__(self) -> None:
-        self.stage.send(StageCommands.drop_shelved, self.number)
+        self.stage.send(StageCommands.free, self.number)
 
     def mapped(self, make: Callable[[str, ShelvedLayout], Any]) -> Any:
         """Return the part with ``make(path, layout)`` in place of each layout."""

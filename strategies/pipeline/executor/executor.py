@@ -1,36 +1,42 @@
 """Run the passes of a pipeline on all stages. The driver leads, and runs the last chunk of layers itself.
 
-    fill_drain.py       a forward part, then a backward part ─────────────┐
-                                                                          ├──▶ Executor ──▶ workers' and driver's stage
-    per_microbatch.py   forward and backward pass of each micro-batch ────┘
+    FillDrain       a forward part, then a backward part (fill and drain, ``gpipe``) ──┐
+                                                                                      ├──▶ Executor ──▶ stages
+    PerMicrobatch   forward and backward pass of each micro-batch ────────────────────┘
 
 The two front ends decide when an action of the driver runs and what happens to its output. The executor contains what
 every pass needs: it brings all stages to the same state, feeds the first chunk, runs the driver's stage, and raises
-errors.
+errors. :class:`~strategies.pipeline.executor.per_microbatch.PerMicrobatch` has its own file.
 
 Index letters: ``m`` micro-batch, ``i`` stage.
 """
 
+import pickle
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from strategies.common.autograd import with_backward
 from strategies.common.joined_lists import layers_now, lists_of
 from strategies.common.stage_layers import StageLayers
 from strategies.pipeline.control.client import Failures, NotCopyable, RemoteStage, leading
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.optim.replicas import Averaging
+from strategies.pipeline.schedule.operations import Result, Row, UserCode
 from strategies.pipeline.schedule.program import Program, Programs
-from strategies.pipeline.stage.edges import Edges, Mailbox
+from strategies.pipeline.stage.edges import Edges, Mailbox, tensors_of
 from strategies.pipeline.stage.layers import PassContext, num_recomputed
+from strategies.pipeline.stage.microbatch.split import NoChunk, merge, pack_objects, split, unpack_objects
 from strategies.pipeline.stage.passes import Pass
-from strategies.pipeline.stage.side_outputs import Placeholders, WithSideOutputs
+from strategies.pipeline.stage.side_outputs import Placeholders, WithSideOutputs, with_graph
 from strategies.pipeline.stage.stage import DriverCode, Stage
 from strategies.pipeline.state.mirror import Mirror
 from strategies.pipeline.transport.ties import TiedParameters
@@ -110,8 +116,8 @@ class Executor(NotCopyable):
             for layers, (first, stop) in zip(lists_of(parts.module), pairwise(ends), strict=True)
         ]
         """The driver's connections to each list of layers."""
-        self._told: dict[Hashable, Program] = {}
-        """The programs whose rows have been sent to the stages, by their names."""
+        self._programs: dict[tuple[str, int, int], tuple[Program, list[bytes]]] = {}
+        """The programs that have run, with the pickled rows of the workers; see :meth:`Programs.of` for the keys."""
         self.mirrors = [
             Mirror(layers, remote.description) for layers, remote in zip(parts.stages, parts.remotes, strict=False)
         ]
@@ -185,14 +191,14 @@ class Executor(NotCopyable):
             this: The pass.
             code: The code that this process runs between its actions.
         """
-        self.current, name = this.number, (part, this.microbatches, this.list_number)
-        program = self._told.get(name) or self.programs.of(*name)
+        self.current, key = this.number, (part, this.microbatches, this.list_number)
+        if key not in self._programs:
+            found = self.programs.of(*key)
+            self._programs[key] = found, [pickle.dumps(row) for row in found.operations[:-1]]
+        program, rows = self._programs[key]
         this = replace(this, limit=program.limit)
-        for remote, row in zip(self.remotes, program.operations, strict=False):
-            if name not in self._told:
-                remote.send(StageCommands.learn, name, row)
-            remote.send(StageCommands.run, this, name)
-        self._told[name] = program
+        for remote, row in zip(self.remotes, rows, strict=True):
+            remote.send(StageCommands.run, this, row)
         self.stage.run(program.operations[-1], this, code)
 
     @contextmanager
@@ -269,16 +275,7 @@ class Executor(NotCopyable):
             self.edges.transport.fail()
 
 
-class Leader(Protocol):
-    """Runs passes on stages."""
-
-    def forget(self, number: int) -> None: ...
-
-
-AnyLeader = TypeVar("AnyLeader", bound=Leader)
-
-
-class PendingPass(Generic[AnyLeader]):
+class PendingPass:
     """A pass from its forward part until its backward part has run or can no longer follow.
 
     An output of the pipeline refers to this object. The object has only a weak reference to the pipeline, so an output
@@ -286,22 +283,22 @@ class PendingPass(Generic[AnyLeader]):
 
     Args:
         this: The pass.
-        leader: Forgets the pass if its backward part can no longer follow.
+        executor: Runs the pass, and forgets it if its backward part can no longer follow.
     """
 
-    def __init__(self, this: Pass, leader: AnyLeader) -> None:
+    def __init__(self, this: Pass, executor: Executor) -> None:
         self.this = this
-        self._leader = weakref.ref(leader)
+        self._executor = weakref.ref(executor)
         self._is_spent = False
 
-    def spend(self) -> AnyLeader:
-        """Start the backward part, after which the pass cannot be differentiated again; return the leader.
+    def spend(self) -> Executor:
+        """Start the backward part, after which the pass cannot be differentiated again; return the executor.
 
         Raises:
             RuntimeError: If the backward part has already run, or if the pipeline has ended.
         """
-        leader = self._leader()
-        if leader is None:
+        executor = self._executor()
+        if executor is None:
             raise RuntimeError("the pipeline that computed this value has ended, so it cannot run a backward pass")
         if self._is_spent:
             raise RuntimeError(
@@ -309,9 +306,168 @@ class PendingPass(Generic[AnyLeader]):
                 "a second one (retain_graph=True has no effect on them); add the losses up and call backward once"
             )
         self._is_spent = True
-        return leader
+        return executor
 
     def __del__(self) -> None:
-        leader = self._leader()
-        if leader is not None and self.this.grad and not self._is_spent:
-            leader.forget(self.this.number)
+        executor = self._executor()
+        if executor is not None and self.this.grad and not self._is_spent:
+            executor.forget(self.this.number)
+
+
+class FillDrain:
+    """Runs a batch in two parts, or forward only. Replaces the ``forward`` of the pipelined module.
+
+    The outputs of all micro-batches are the outputs of one autograd node. When the loss is differentiated, this node
+    runs the backward part on every stage. The driver runs its part inside the node and does not wait for the workers,
+    whose work overlaps with what the driver does next::
+
+        split ─▶ F0 F1 F2 F3 ─▶ merge ─▶ output ─▶ the user's loss ─▶ backward() ─▶ B3 B2 B1 B0
+                 └ FillDrain.run ┘                                                  └ backward ┘
+
+    Args:
+        executor: Runs the passes on all stages.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+
+    def __call__(self, input: Any, microbatches: int | None = None, list_number: int = 0) -> Any:
+        """Take the input of the module's ``forward`` and return its output.
+
+        Args:
+            input: The input.
+            microbatches: The number of micro-batches; by default the one in the settings.
+            list_number: The list of layers that the input goes through.
+        """
+        parts = split(pack_objects(input, NoChunk), microbatches or self._executor.settings.microbatches)
+        return unpack_objects(merge(self.run(parts, list_number)))
+
+    def run(self, parts: Sequence[Any], list_number: int = 0) -> list[Any]:
+        """Run the forward part of a pass, and the backward part when the outputs are differentiated.
+
+        Args:
+            parts: The input of each micro-batch, with packed objects.
+            list_number: The list of layers that the inputs go through.
+
+        Returns:
+            The output of each micro-batch, with packed objects.
+        """
+        executor, given = self._executor, [tensor for part in parts for tensor in tensors_of(part)]
+        grad = torch.is_grad_enabled() and (
+            any(t.requires_grad for t in given)
+            or any(p.requires_grad for layer in executor.ends[list_number].layers for p in layer.parameters())
+        )
+        inputs = [t for t in given if grad and t.requires_grad]
+        with torch.no_grad(), executor.explained():
+            this = executor.begin(len(parts), grad=grad, list_number=list_number)
+            outputs = self._forward(parts, this)
+        required = [[t.requires_grad for t in tensors_of(output)] for output in outputs]
+        run = PendingPass(this, executor)
+        wanted = [flag for flags in required for flag in flags]
+        return with_backward(outputs, wanted, inputs, partial(_backward, run, required)) if any(wanted) else outputs
+
+    def _forward(self, parts: Sequence[Any], this: Pass) -> list[Any]:
+        """Run the forward part of a pass, and return the output of each micro-batch."""
+        executor = self._executor
+        if (recorder := executor.stage.recorder) is not None and this.list_number and recorder.pass_of_code >= 0:
+            recorder.end("b", 0, self._first(this.list_number), this.number)
+        code = _Code(executor, this, parts)
+        executor.run("forward", this, code)
+        if executor.stage.recorder is not None:
+            executor.stage.recorder.begin(pass_of_code=this.number)  # the user's code runs until the backward part
+        if executor.side_outputs.known:
+            executor.side_outputs.restore()
+            executor.side_outputs.insert(partial(_is_of_one_process, this))
+        return code.results
+
+    def backward(
+        self,
+        this: Pass,
+        required: Sequence[Sequence[bool]],
+        grads: Sequence[Tensor | None],
+        inputs: Sequence[Tensor],
+    ) -> list[Tensor | None]:
+        """Run the backward part of a pass on every stage.
+
+        Args:
+            this: The pass.
+            required: For each micro-batch, whether each tensor of its output requires a gradient; a guess for
+                recomputed micro-batches.
+            grads: The gradients of the tensors that require one, in order; ``None`` for tensors that the loss did not
+                use.
+            inputs: The tensors of the micro-batches' inputs that require a gradient.
+
+        Returns:
+            The gradients of ``inputs``.
+        """
+        executor, ahead = self._executor, iter(grads)
+        ends = executor.ends[this.list_number]
+        executor.note_backward(this.number)
+        if (recorder := executor.stage.recorder) is not None and recorder.pass_of_code >= 0:
+            last = this.microbatches - 1
+            if recorder.pass_of_code == this.number:
+                recorder.end("loss", last, ends.last_chunk, this.number)
+            elif this.list_number + 1 < len(executor.ends):
+                recorder.end("a", last, self._first(this.list_number + 1), recorder.pass_of_code)
+        with executor.explained():
+            for m, flags in enumerate(required):
+                ends.output_grads.send([next(ahead) for flag in flags if flag], this.number, m)
+            executor.carry_changes()  # autograd computes no gradients for parameters that were frozen since
+            code = _Code(executor, this, answered=bool(inputs))
+            executor.run("backward", this, code)
+        if recorder is not None and this.list_number:
+            recorder.begin(pass_of_code=this.number)  # the backward pass of the code before this list
+        return [grad for m in sorted(code.received) for grad in code.received[m]]
+
+    def _first(self, list_number: int) -> int:
+        """Return the first chunk of a list of layers."""
+        return self._executor.programs.placement.firsts[list_number]
+
+
+class _Code:
+    """The driver's code between the actions of a pass: sends inputs, receives outputs, receives gradients of inputs.
+
+    Args:
+        executor: Runs the passes on all stages.
+        this: The pass.
+        parts: The input of each micro-batch.
+        answered: Whether the gradients of inputs are needed.
+    """
+
+    def __init__(self, executor: Executor, this: Pass, parts: Sequence[Any] = (), *, answered: bool = False) -> None:
+        self._executor, self._this, self._parts, self._answered = executor, this, parts, answered
+        self.results: list[Any] = []
+        """The output of each micro-batch."""
+        self.received: dict[int, list[Tensor | None]] = {}
+        """The gradients of the input of each micro-batch."""
+
+    def run(self, operation: UserCode | Result) -> None:
+        executor, this, m = self._executor, self._this, operation.microbatch
+        if isinstance(operation, Result):
+            self.results.append(executor.output(this, m, this.list_number))
+        elif operation.part == "b":  # there are no skips before the first layer
+            part = self._parts[m]
+            flags = [this.grad and tensor.requires_grad for tensor in tensors_of(part)]
+            executor.ends[this.list_number].inputs.send((part, {}), this.number, m, requires_grad=flags)
+        elif self._answered:
+            self.received[m] = executor.ends[this.list_number].input_grads.receive(this.number, m)
+
+    def joins(self, row: Row, place: int) -> bool:
+        return False
+
+    def around(self) -> AbstractContextManager[None]:
+        return self._executor.own_values()
+
+
+def _backward(
+    run: PendingPass,
+    required: Sequence[Sequence[bool]],
+    grads: Sequence[Tensor | None],
+    inputs: Sequence[Tensor],
+) -> list[Tensor | None]:
+    return FillDrain(run.spend()).backward(run.this, required, grads, inputs)
+
+
+def _is_of_one_process(this: Pass, value: Any) -> bool:
+    """Whether a side output equals that of one process, and no gradient flows through it."""
+    return this.microbatches == 1 and not (this.grad and (this.recomputed or with_graph(value)))

@@ -121,7 +121,7 @@ class PerMicrobatch:
 
 
 def _release(
-    run: PendingPass[Executor],
+    run: PendingPass,
     gathered: GatheredGradients,
     scale: float,
     shares: Callable[[], Shares],

@@ -232,7 +232,7 @@ class PipelineOptimizers:
         factor = clipping_factor(total, max_norm)
         scale_gradients(own, factor)
         for remote in self._remotes:
-            remote.send(StageCommands.scale_grads, k, factor.cpu())
+            remote.send(StageCommands.change_grads, k, partial(scale_gradients, factor=factor.cpu()))
         return total
 
     def _norms(self, k: int, norm_type: float) -> dict[int, Tensor]:
@@ -279,7 +279,8 @@ class PipelineOptimizers:
         self._complete()
         torch.nn.utils.clip_grad_value_([p for p in parameters_of(optimizer) if not p.is_meta], limit)
         for remote in self._remotes:
-            remote.send(StageCommands.clip_grad_values, self._number_of(optimizer), limit)
+            clip = partial(torch.nn.utils.clip_grad_value_, clip_value=limit)
+            remote.send(StageCommands.change_grads, self._number_of(optimizer), clip)
 
     def state_dict(
         self, optimizer: Optimizer, taken: Callable[[ShelvedPart], Any] = ShelvedPart.values

@@ -214,7 +214,7 @@ class Recoverer:
         """
         differences: list[NotRepeated] = []
         for remote, address in zip(self._remotes, self._snapshots.addresses(begin), strict=True):
-            remote.ask_unlogged(StageCommands.go_back, begin.number, address)
+            remote.ask_unlogged(StageCommands.start_journal, (begin.number, address))
         self._log.run_again(begin.number, differences)
         asked, comparisons = [remote.ask_unlogged(StageCommands.compare) for remote in self._remotes], []
         for each in asked:

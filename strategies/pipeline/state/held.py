@@ -18,7 +18,7 @@ from strategies.pipeline.construction.stored import Stored
 from strategies.pipeline.control.parts import Part, PartKind
 from strategies.pipeline.optim.replicas import SharedSteps
 from strategies.pipeline.stage.layers import ProcessRandomState
-from strategies.pipeline.state.mirror import plain_attributes
+from strategies.pipeline.state.mirror import plain_attributes, set_attributes
 from strategies.pipeline.state.objects import objects_of
 from strategies.pipeline.state.stage_state import StageState
 
@@ -80,16 +80,21 @@ class HeldState:
         """Replace a part of the state.
 
         Args:
-            part: A state dict, buffers or the states of an optimizer.
-            content: A result of :meth:`capture`, or some of its entries; the driver reports missing entries. For an
-                optimizer, it may have the states of the whole optimizer. ``None`` stands for states that have been read
-                from a sharded checkpoint.
+            part: A state dict, buffers, attributes, ``requires_grad`` flags, or the states of an optimizer.
+            content: A result of :meth:`capture`, or some of its entries; the driver reports missing entries. Attributes
+                are given by the place of their module. For an optimizer, it may have the states of the whole optimizer.
+                ``None`` stands for states that have been read from a sharded checkpoint.
         """
         kind, number = part
         if kind is PartKind.STATE_DICT:
             self.modules[number].load_state_dict(content, strict=False)
         elif kind is PartKind.TENSORS:
             self._place_buffers(self.modules[number], content)
+        elif kind is PartKind.ATTRIBUTES:
+            set_attributes(self.modules[number], content)
+        elif kind is PartKind.REQUIRES_GRAD:
+            for parameter, flag in zip(self.modules[number].parameters(), content, strict=True):
+                parameter.requires_grad_(flag)
         else:
             assert kind is PartKind.OPTIMIZER, f"{kind} cannot be placed"
             self._place_states(number, self.states_read.pop(number) if content is None else content)

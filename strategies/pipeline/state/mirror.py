@@ -13,9 +13,12 @@ from torch import Tensor, nn
 from strategies.common.torch_compat import backward_hooks, forward_hooks, without_torch_function
 from strategies.common.transformers_compat import is_capturing_hook
 from strategies.pipeline.control.client import RemoteStage
-from strategies.pipeline.control.commands import Attributes, StageCommands
+from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.control.parts import Part, PartKind
 from strategies.pipeline.state.objects import ObjectsAtStart
+
+Attributes = dict[int, dict[str, Any]]
+"""Plain attributes of some modules, by the place of the module in ``modules()``."""
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -77,8 +80,10 @@ class Mirror:
         """Send the changes to the stage, with the next command."""
         self.carry_buffers(remote)
         attributes, trained = self.changes()
-        if attributes or trained is not None:
-            remote.send(StageCommands.set_attributes, attributes, trained)
+        if attributes:
+            remote.send(StageCommands.place, Part(PartKind.ATTRIBUTES), attributes)
+        if trained is not None:
+            remote.send(StageCommands.place, Part(PartKind.REQUIRES_GRAD), trained)
 
     def carry_buffers(self, remote: RemoteStage) -> None:
         """Send tensors that have been assigned to buffers, and restore the stand-ins of these buffers."""

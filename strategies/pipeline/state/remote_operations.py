@@ -8,7 +8,6 @@ The driver does not wait. An operation is identified by the ATen operator that r
 ``meta`` device, so views and detached tensors refer to the value whose storage they share.
 """
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -29,7 +28,7 @@ from strategies.common.torch_compat import (
 from strategies.common.trees import tensors_in
 from strategies.pipeline.control.client import RemoteStage
 from strategies.pipeline.control.commands import StageCommands
-from strategies.pipeline.control.operations import Key, Operation, Strides, WorkerTensor
+from strategies.pipeline.control.operations import GradientOf, Key, Name, Operation, Strides, WorkerTensor
 from strategies.pipeline.state.remote_tensor import RemoteBuffer, RemoteParameter
 
 _REMOTE = RemoteParameter | RemoteBuffer
@@ -43,7 +42,7 @@ class RemoteValue:
 
     def __del__(self) -> None:
         if isinstance(self.key, int):
-            self.holder.stage.send(StageCommands.free_value, self.key)
+            self.holder.stage.send(StageCommands.free, self.key)
 
     def reference(self, tensor: Tensor) -> WorkerTensor:
         """Return the reference to ``tensor`` in an operation. The tensor shares the storage of this value."""
@@ -62,7 +61,6 @@ class Holder:
         self.stage, self.description = stage, stage.description
         self.num_writes = 0
         """The number of operations that have changed values in place."""
-        self._numbers = itertools.count()
         self._has_ended = False
 
     def take(self, module: int, layers: nn.Module) -> None:
@@ -73,8 +71,7 @@ class Holder:
 
     def computed(self, stand_in: Tensor) -> RemoteValue:
         """Return a reference to the result of an operation, which ``stand_in`` represents on the driver."""
-        number = next(self._numbers)
-        return RemoteValue(self, number, stand_in)
+        return RemoteValue(self, self.stage.new_number(), stand_in)
 
     def end(self) -> None:
         """Refuse all further operations, because the stage has ended."""
@@ -89,7 +86,9 @@ class Holder:
     def fetch(self, reference: WorkerTensor) -> Tensor:
         """Return a tensor of the stage, on the CPU."""
         self._check()
-        return self.stage.readable().ask(StageCommands.held_value, reference).wait()
+        value = self.stage.readable().ask(StageCommands.value, reference).wait()
+        assert value is not None
+        return value
 
     def _check(self) -> None:
         if self._has_ended:
@@ -289,10 +288,24 @@ class HeldValues:
             if number is not None:
                 self.computed[number] = result
 
+    def value(self, reference: Name | GradientOf | WorkerTensor) -> Tensor | None:
+        """Return the tensor that a reference names, on the CPU; see :meth:`StageCommands.value`."""
+        if isinstance(reference, WorkerTensor):
+            return self.tensor(reference).cpu()
+        if isinstance(reference, GradientOf):
+            module, name = reference.parameter
+            grad = self._modules[module].get_parameter(name).grad
+            return None if grad is None else grad.cpu()
+        found = self._named(reference)
+        is_in_graph = found is not None and found.requires_grad and not isinstance(found, nn.Parameter)
+        return None if found is None else found.detach().cpu().requires_grad_(is_in_graph)
+
     def tensor(self, reference: WorkerTensor) -> Tensor:
-        """Return the tensor that a reference names, detached."""
+        """Return the tensor of an operation, detached."""
         key = reference.key
-        value = self.computed[key] if isinstance(key, int) else _named(self._modules[key[0]], key[1]).detach()
+        value = self.computed[key] if isinstance(key, int) else self._named(key)
+        assert value is not None
+        value = value.detach()
         view, base = reference.view, reference.base
         if value.dtype != base.dtype or value.shape != base.size:
             raise RuntimeError(
@@ -304,9 +317,10 @@ class HeldValues:
             raise RuntimeError(f"{key} has strides {value.stride()}, so that no view can be taken of it as of {base}")
         return value.as_strided(view.size, view.stride, value.storage_offset() + view.offset - base.offset)
 
-    def free(self, number: int) -> None:
-        """Free a computed value."""
-        self.computed.pop(number, None)
+    def _named(self, name: Name) -> Tensor | None:
+        path, _, own = name[1].rpartition(".")
+        module = self._modules[name[0]].get_submodule(path)
+        return {**module._parameters, **module._buffers}.get(own)
 
 
 def _fetch(holder: Holder, reference: WorkerTensor, read: Callable[..., Tensor]) -> Tensor:
@@ -324,10 +338,3 @@ def _is_left_alone(func: Any) -> bool:
 
 def _listed(result: Any) -> list[Any]:
     return list(result) if isinstance(result, list | tuple) else [result]
-
-
-def _named(module: nn.Module, name: str) -> Tensor:
-    """Return a parameter or buffer of a module by its dotted name."""
-    path, _, own = name.rpartition(".")
-    found: Tensor = getattr(module.get_submodule(path), own)
-    return found

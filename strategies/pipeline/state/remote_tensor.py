@@ -14,6 +14,7 @@ the stage:
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any, NoReturn, cast
 
@@ -25,8 +26,10 @@ from torch.autograd.function import once_differentiable
 from strategies.common.torch_compat import storage_key, tree_map, tree_map_only, without_torch_function
 from strategies.common.trees import tensors_in
 from strategies.optim.calls import runs_own_code
+from strategies.optim.gradients import add_gradient
 from strategies.pipeline.control.client import RemoteStage
-from strategies.pipeline.control.commands import StageCommands
+from strategies.pipeline.control.commands import NamedParameters, StageCommands
+from strategies.pipeline.control.operations import GradientOf
 
 _HARMLESS = ("requires_grad_", "rename_")
 """Methods whose names end in an underscore, but which change no value."""
@@ -83,10 +86,10 @@ class Source:
         Raises:
             RuntimeError: If there are no values, or if they are a result of the forward pass and require a gradient.
         """
-        value, requires_grad = self.stage.readable().ask(StageCommands.value, self.name, self.module).wait()
+        value = self.stage.readable().ask(StageCommands.value, (self.module, self.name)).wait()
         if value is None:
             raise RuntimeError(f"{described} on {self.stage.description} has no values: its layer has dropped it.")
-        if requires_grad:
+        if value.requires_grad:
             raise RuntimeError(
                 f"{described} on {self.stage.description} is a result of the layer's forward pass and "
                 "requires a gradient, which cannot be sent to that stage from the driver. Return it from the layer."
@@ -95,12 +98,13 @@ class Source:
 
     def add_gradient(self, grad: Tensor) -> None:
         """Add to the gradient on the stage, before its next command."""
-        self.stage.send(StageCommands.add_gradient, self.name, grad.detach().cpu(), self.module)
+        change = partial(add_gradient, grad=grad.detach().cpu())
+        self.stage.send(StageCommands.change_grads, NamedParameters([self.name], self.module), change)
 
     def gradient(self) -> Tensor | None:
         """Return the current gradient. It is fetched again only if the stage has changed it."""
         if self._gradient[0] != self.stage.version:
-            grad = self.stage.readable().ask(StageCommands.gradient, self.name, self.module).wait()
+            grad = self.stage.readable().ask(StageCommands.value, GradientOf((self.module, self.name))).wait()
             self._gradient = self.stage.version, None if grad is None else grad.to(self.device)
         return self._gradient[1]
 

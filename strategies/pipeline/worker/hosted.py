@@ -2,9 +2,9 @@
 
 import pickle
 import tempfile
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,14 @@ from strategies.common.stage_layers import describe
 from strategies.common.torch_compat import unscale_grads
 from strategies.common.trees import on_cpu
 from strategies.optim.calls import Draws, MethodCall, set_hyperparameters
-from strategies.optim.gradients import norms_of_gradients, scale_gradients
+from strategies.optim.gradients import norms_of_gradients
 from strategies.optim.restricted import (
     move_states,
     parameters_of,
     put_together,
 )
-from strategies.pipeline.control.commands import Attributes, StageCommands
-from strategies.pipeline.control.operations import Operation, WorkerTensor
+from strategies.pipeline.control.commands import Parameters, StageCommands
+from strategies.pipeline.control.operations import GradientOf, Name, Operation, WorkerTensor
 from strategies.pipeline.control.parts import Part, PartKind, Piece, bytes_of, on_shelf
 from strategies.pipeline.optim.replicas import Averaging, SharedSteps
 from strategies.pipeline.schedule.operations import Row
@@ -40,7 +40,6 @@ from strategies.pipeline.stage.side_outputs import SideOutputs
 from strategies.pipeline.stage.stage import Stage, chunks_of
 from strategies.pipeline.state.carriers import Carrier, Receive, StageSlots
 from strategies.pipeline.state.held import HeldState
-from strategies.pipeline.state.mirror import set_attributes
 from strategies.pipeline.state.remote_operations import HeldValues
 from strategies.pipeline.state.stage_state import StageState, differing
 from strategies.pipeline.transport.channel import Receiver
@@ -68,6 +67,7 @@ class Repeated:
 
 
 _CPU = torch.device("cpu")
+_row: Callable[[bytes], Row] = lru_cache(pickle.loads)
 _CAPTURING = {
     PartKind.TENSORS: "teardown, handing over weights",
     PartKind.STATE_DICT: "save, handing over weights",
@@ -82,6 +82,8 @@ _CAPTURING = {
 
 _PLACING = {
     PartKind.TENSORS: "taking over buffers",
+    PartKind.ATTRIBUTES: "taking over attributes",
+    PartKind.REQUIRES_GRAD: "taking over attributes",
     PartKind.STATE_DICT: "load, taking over weights",
     PartKind.OPTIMIZER: "load, taking over optimizer states",
 }
@@ -115,8 +117,6 @@ class HostedStage(StageCommands):
         self._index, self._activity, self._orders = setup.index, activity, orders
         self._setup, self._edges, self._device = setup, edges, device
         self._transport = edges.transport
-        self._rows: dict[Hashable, Row] = {}
-        """The operations of this process in a pass, or in a part of a pass, by the name of the program."""
         self._slots = StageSlots(setup.index)
         self._trace: torch.profiler.profile | None = None
         self._repeated: Repeated | None = None
@@ -202,17 +202,14 @@ class HostedStage(StageCommands):
 
     # Passes
 
-    def learn(self, program: Hashable, row: Row) -> None:
-        self._rows[program] = row
-
-    def run(self, this: Pass, program: Hashable) -> None:
+    def run(self, this: Pass, row: bytes) -> None:
         this.context.apply()
         if this.gathers:
             gathered = self._gathered[this.number] = GatheredGradients(self._layers.parameters())
             with gathered.gathering():
-                self._stage.run(self._rows[program], this)
+                self._stage.run(_row(row), this)
         else:
-            self._stage.run(self._rows[program], this)
+            self._stage.run(_row(row), this)
 
     def release(self, number: int, factor: float, kept: float) -> None:
         self._gathered.pop(number).release(factor, kept)
@@ -224,48 +221,42 @@ class HostedStage(StageCommands):
     def num_kept(self) -> int:
         return self._stage.num_kept
 
-    # Modules
+    # Single values, for stand-ins on the driver
 
-    def set_attributes(self, attributes: Attributes, trained: Sequence[bool] | None = None) -> None:
-        set_attributes(self._layers, attributes)
-        if trained is not None:
-            for parameter, flag in zip(self._layers.parameters(), trained, strict=True):
-                parameter.requires_grad_(flag)
-
-    # Single values and gradients, for stand-ins on the driver
-
-    def value(self, name: str, module: int = 0) -> tuple[Tensor | None, bool]:
-        path, _, own = name.rpartition(".")
-        holder = self._modules[module].get_submodule(path)
-        if (parameter := holder._parameters.get(own)) is not None:
-            return parameter.detach().cpu(), False
-        buffer = holder._buffers.get(own)
-        return (None, False) if buffer is None else (buffer.detach().cpu(), buffer.requires_grad)
-
-    def gradient(self, name: str, module: int = 0) -> Tensor | None:
-        grad = self._modules[module].get_parameter(name).grad
-        return None if grad is None else grad.cpu()
-
-    def add_gradient(self, name: str, grad: Tensor, module: int = 0) -> None:
-        parameter = self._modules[module].get_parameter(name)
-        grad = grad.to(parameter.device)
-        parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+    def value(self, reference: Name | GradientOf | WorkerTensor) -> Tensor | None:
+        return self._values.value(reference)
 
     def compute(self, operation: Operation, dtype: torch.dtype) -> None:
         torch.set_default_dtype(dtype)
         self._values.compute(operation)
 
-    def held_value(self, reference: WorkerTensor) -> Tensor:
-        return self._values.tensor(reference).cpu()
+    # Gradients
 
-    def free_value(self, number: int) -> None:
-        self._values.free(number)
+    def zero_grad(self, parameters: Parameters, set_to_none: bool) -> None:
+        if isinstance(parameters, int):
+            self._optimizers[parameters].zero_grad(set_to_none)
+        else:
+            nn.ParameterList(self._parameters(parameters)).zero_grad(set_to_none)
 
-    # Gradients of all parameters
+    def change_grads(self, parameters: Parameters, change: Callable[[Sequence[Tensor]], object]) -> None:
+        change(self._parameters(parameters))
 
-    def zero_grads(self, names: Sequence[str], set_to_none: bool, module: int = 0) -> None:
-        named = dict(self._modules[module].named_parameters())
-        nn.ParameterList(named[name] for name in names).zero_grad(set_to_none)
+    def _parameters(self, chosen: Parameters) -> Sequence[Tensor]:
+        if isinstance(chosen, int):
+            return parameters_of(self._optimizers[chosen])
+        named = dict(self._modules[chosen.module].named_parameters())
+        return [named[name] for name in chosen.names]
+
+    def unscale_grads(self, optimizer: int, inv_scale: Tensor, allow_fp16: bool) -> float:
+        found, device = torch.zeros((), device=self._stage.device), self._stage.device
+        scaler = torch.amp.GradScaler(device.type)
+        found_by_device = unscale_grads(scaler)(self._optimizers[optimizer], inv_scale.to(device), found, allow_fp16)
+        return sum(found.item() for found in found_by_device.values())
+
+    def grad_norms(self, optimizer: int, norm_type: float) -> dict[int, Tensor]:
+        norms = norms_of_gradients(parameters_of(self._optimizers[optimizer]), norm_type)
+        pairs = zip(self._numbers[optimizer], norms, strict=True)
+        return {number: norm.cpu() for number, norm in pairs if norm is not None}
 
     def average_grads(self, share: float | None) -> None:
         assert self._averaging is not None
@@ -326,26 +317,6 @@ class HostedStage(StageCommands):
             shared.after_step(own)
         return None if result is own else on_cpu(result)
 
-    def zero_grad(self, optimizer: int, set_to_none: bool) -> None:
-        self._optimizers[optimizer].zero_grad(set_to_none)
-
-    def unscale_grads(self, optimizer: int, inv_scale: Tensor, allow_fp16: bool) -> float:
-        found, device = torch.zeros((), device=self._stage.device), self._stage.device
-        scaler = torch.amp.GradScaler(device.type)
-        found_by_device = unscale_grads(scaler)(self._optimizers[optimizer], inv_scale.to(device), found, allow_fp16)
-        return sum(found.item() for found in found_by_device.values())
-
-    def scale_grads(self, optimizer: int, factor: Tensor) -> None:
-        scale_gradients(parameters_of(self._optimizers[optimizer]), factor)
-
-    def clip_grad_values(self, optimizer: int, limit: float) -> None:
-        torch.nn.utils.clip_grad_value_(parameters_of(self._optimizers[optimizer]), limit)
-
-    def grad_norms(self, optimizer: int, norm_type: float) -> dict[int, Tensor]:
-        norms = norms_of_gradients(parameters_of(self._optimizers[optimizer]), norm_type)
-        pairs = zip(self._numbers[optimizer], norms, strict=True)
-        return {number: norm.cpu() for number, norm in pairs if norm is not None}
-
     # Parts of the state, some of them on the shelf
 
     def capture(self, parts: Mapping[int, Part]) -> list[Any]:
@@ -367,7 +338,8 @@ class HostedStage(StageCommands):
     def copy_shelved(self, number: int) -> None:
         self.shelf[number] = {path: tensor.to("cpu", copy=True) for path, tensor in self.shelf[number].items()}
 
-    def drop_shelved(self, number: int) -> None:
+    def free(self, number: int) -> None:
+        self.held.computed.pop(number, None)
         self.shelf.pop(number, None)
 
     # Snapshots
@@ -381,14 +353,13 @@ class HostedStage(StageCommands):
 
     # Verification
 
-    def start_journal(self) -> None:
-        self._journal.begin()
-
-    def go_back(self, number: int, address: SlotAddress) -> None:
-        self._repeated = Repeated(self._journal.take(), self._stage.recorder)
-        state = self._slots.read(address, number)
-        state.shelf = {**self.shelf, **state.shelf}  # others may read what has been captured since
-        self._begin(state, self._placed(state))
+    def start_journal(self, begin: tuple[int, SlotAddress] | None = None) -> None:
+        if begin is not None:
+            self._activity.doing = "going back to a snapshot"
+            self._repeated, (number, address) = Repeated(self._journal.take(), self._stage.recorder), begin
+            state = self._slots.read(address, number)
+            state.shelf = {**self.shelf, **state.shelf}  # others may read what has been captured since
+            self._begin(state, self._placed(state))
         self._journal.begin()
 
     def compare(self) -> Comparison:
@@ -404,28 +375,24 @@ class HostedStage(StageCommands):
 
     # Profiling
 
-    def start_recording(self) -> None:
-        if self._repeated is None:
-            self._stage.recorder = ActionRecorder(self._stage.device)
+    def record(self, goes_on: bool) -> Recorded:
+        new, recorder = ActionRecorder(self._stage.device), self._stage.recorder
+        self._stage.recorder = new if goes_on and self._repeated is None else None
+        return (recorder or new).recorded()
 
-    def stop_recording(self) -> Recorded:
-        recorder, self._stage.recorder = self._stage.recorder, None
-        return (recorder or ActionRecorder(self._stage.device)).recorded()
-
-    def start_trace(self, options: Mapping[str, Any]) -> None:
-        self._trace = torch.profiler.profile(**options)
-        self._trace.start()
-        self._trace.add_metadata("stage", self.describe())
-
-    def stop_trace(self) -> bytes | None:
-        trace, self._trace = self._trace, None
-        if trace is None:
-            return None
-        trace.stop()
-        with tempfile.TemporaryDirectory(prefix="relay-trace-") as directory:
-            path = Path(directory) / "trace.json"
-            trace.export_chrome_trace(str(path))
-            return path.read_bytes()
+    def trace(self, options: Mapping[str, Any] | None) -> bytes | None:
+        trace, self._trace, content = self._trace, None, None
+        if trace is not None:
+            trace.stop()
+            with tempfile.TemporaryDirectory(prefix="relay-trace-") as directory:
+                path = Path(directory) / "trace.json"
+                trace.export_chrome_trace(str(path))
+                content = path.read_bytes()
+        if options is not None:
+            self._trace = torch.profiler.profile(**options)
+            self._trace.start()
+            self._trace.add_metadata("stage", self.describe())
+        return content
 
 
 def taken(carrier: Carrier, activity: Activity, receive: Receive = lambda storages: None) -> StageState:

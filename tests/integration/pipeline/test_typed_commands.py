@@ -13,7 +13,7 @@ from strategies.pipeline.control.commands import StageCommands
 
 def right(remote: RemoteStage) -> int:
     remote.send(StageCommands.discard, 3)
-    remote.send(StageCommands.zero_grads, ["0.weight"], set_to_none=True)
+    remote.send(StageCommands.zero_grad, 0, set_to_none=True)
     return remote.ask(StageCommands.num_kept).wait()
 
 def wrong(remote: RemoteStage) -> None:
@@ -23,7 +23,7 @@ def wrong(remote: RemoteStage) -> None:
     remote.ask(StageCommands.valve, "0.weight")
     remote.send("discard", 3)
     kept: str = remote.ask(StageCommands.num_kept).rescue()
-    remote.send(StageCommands.clip_grad_values, 0, maximum=1.0)
+    remote.send(StageCommands.zero_grad, 0, to_none=True)
 """
 
 CONFIG = """

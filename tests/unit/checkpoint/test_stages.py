@@ -57,7 +57,7 @@ class Remote:
         self.fetched: list[list[Piece]] = []
         self._numbers = itertools.count()
 
-    def number_shelved(self) -> int:
+    def new_number(self) -> int:
         return next(self._numbers)
 
     def ask(self, command: Any, *arguments: Any) -> Answered:

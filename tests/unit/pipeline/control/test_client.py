@@ -60,15 +60,17 @@ def remote_stage(ended: str | None = None) -> RemoteStage:
 def test_commands_that_can_wait_travel_ahead_of_the_next_one(wire: Wire) -> None:
     remote = remote_stage()
     remote.send(StageCommands.discard, 3)
+    remote.send(StageCommands.start_journal)
     for name in ("0.weight", "0.bias"):
         remote.send_zero_grad(name, True)
     remote.send_zero_grad("0.weight", False)
     assert not wire.sent
     remote.ask(StageCommands.num_kept)
-    remote.ask(StageCommands.gradient, "0.weight", module=1)
-    cleared = ["zero_grads", (["0.weight", "0.bias"], True, 0), {}], ["zero_grads", (["0.weight"], False, 0), {}]
-    first = [("discard", (3,), {}), *map(tuple, cleared), ("num_kept", (), {})]
-    assert wire.sent == [(first, 0), ([("gradient", ("0.weight",), {"module": 1})], 1)]
+    remote.ask(StageCommands.grad_norms, 0, norm_type=1.0)
+    cleared = [(["0.weight", "0.bias"], 0), True], [(["0.weight"], 0), False]
+    ahead = [("discard", (3,), {}), ("start_journal", (), {})]
+    first = [*ahead, *(("zero_grad", tuple(each), {}) for each in cleared), ("num_kept", (), {})]
+    assert wire.sent == [(first, 0), ([("grad_norms", (0,), {"norm_type": 1.0})], 1)]
 
 
 def test_commands_without_a_result_go_over_the_link_and_calls_of_rpc_have_their_place_there(
@@ -116,11 +118,11 @@ def test_what_fails_on_the_link_is_a_failure_and_later_results_are_behind_it(
 
 def test_the_version_changes_with_commands_that_may_change_values(wire: Wire) -> None:
     remote = remote_stage()
-    remote.send(StageCommands.free_value, 1)
+    remote.send(StageCommands.free, 1)
     remote.ask(StageCommands.num_kept)
     assert remote.version == 0
     remote.send(StageCommands.zero_grad, 0, True)
-    remote.ask(StageCommands.scale_grads, 0, torch.tensor(2.0))
+    remote.send_zero_grad("0.weight", True)  # of some parameters, not of the optimizer before
     assert remote.version == 2
 
 

@@ -28,4 +28,4 @@ def test_what_a_command_declares() -> None:
     declared = declarations_of(StageCommands)
     assert declared["step"].changes_values and not declared["step"].doing
     assert declared["place"].changes_values and not declared["capture"].changes_values
-    assert declared["stop_trace"].doing == "handing over a trace"
+    assert declared["value"].doing == "handing over a value"

@@ -84,13 +84,13 @@ def test_a_question_that_is_not_answered_is_asked_again(running: Run) -> None:
     running.remote.send_zero_grad("weight", True)
     call = MethodCall("lower", (), {})
     waiting = running.remote.ask(StageCommands.call_method, 0, call, [], PassContext.capture("cpu"), False)
-    answers = {"capture": "captured again", "zero_grads, call_method": 7}
+    answers = {"capture": "captured again", "zero_grad, call_method": 7}
     running.at_replacement.append(lambda: running.answers.update(answers))
     running.lose()
     assert waiting.wait() == 7
     before, again = running.asked[:3], running.asked[3:]
-    assert before == ["grad_norms", "capture", "zero_grads, call_method"]
-    assert again == ["capture", "zero_grads, call_method"]  # a norm that has been read is not read again
+    assert before == ["grad_norms", "capture", "zero_grad, call_method"]
+    assert again == ["capture", "zero_grad, call_method"]  # a norm that has been read is not read again
     assert [repair.lost for repair in running.done] == [LOST] and running.done[0].num_messages == 3
     assert (norms.wait(), captured.wait()) == ("norms", "captured")
 

@@ -1,6 +1,7 @@
 """Operations on stand-ins are carried out where the values are; here the worker is an object of this process."""
 
 import copy
+import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,7 @@ class Worker:
     def __init__(self, description: str, *modules: nn.Module) -> None:
         self.description, self.held = description, HeldValues(modules, {})
         self.commands: list[bytes] = []
+        self._numbers = itertools.count()
 
     def send(self, command: Callable[..., Any], *arguments: Any) -> None:
         self.commands.append(pickle.dumps((command.__name__, arguments, {})))
@@ -30,9 +32,14 @@ class Worker:
         return self
 
     def ask(self, command: Callable[..., Any], *arguments: Any) -> Answered:
-        assert command is StageCommands.held_value
+        assert command is StageCommands.value
         self.work()
-        return Answered(self.held.tensor(*arguments).clone())
+        value = self.held.value(*arguments)
+        assert value is not None
+        return Answered(value.clone())
+
+    def new_number(self) -> int:
+        return next(self._numbers)
 
     def work(self) -> int:
         """Returns how many commands there were."""
@@ -41,7 +48,7 @@ class Worker:
             if command == "compute":
                 self.held.compute(arguments[0])
             else:
-                self.held.free(*arguments)
+                self.held.computed.pop(*arguments)
         return len(commands)
 
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from strategies.optim.calls import track_steps
-from strategies.pipeline.control.commands import StageCommands
+from strategies.pipeline.control.commands import NamedParameters, StageCommands
+from strategies.pipeline.state.remote_operations import HeldValues
 from strategies.pipeline.state.remote_tensor import FetchedTensor, RemoteParameter, remote_buffer, remote_parameter
 from strategies.pipeline.state.stand_ins import move_to_meta
 
@@ -39,21 +40,20 @@ class Stage:
     def readable(self) -> "Stage":
         return self
 
-    def ask(self, command: Callable[..., Any], name: str, module: int = 0) -> Answered:
+    def ask(self, command: Callable[..., Any], reference: Any) -> Answered:
+        assert command is StageCommands.value
         self.num_reads += 1
-        tensor = dict([*self.layers.named_parameters(), *self.layers.named_buffers()])[name]
-        if command is StageCommands.gradient:
-            return Answered(None if tensor.grad is None else tensor.grad.clone())
-        return Answered((tensor.detach().clone(), tensor.requires_grad and name.startswith("1.running")))
+        value = HeldValues([self.layers, self.layers], {}).value(reference)
+        return Answered(None if value is None else value.detach().clone().requires_grad_(value.requires_grad))
 
     def send_zero_grad(self, name: str, set_to_none: bool, module: int = 0) -> None:
         if module:  # a copy of the layers, which has no gradients
             return
         nn.ParameterList([dict(self.layers.named_parameters())[name]]).zero_grad(set_to_none)
 
-    def send(self, command: Callable[..., Any], name: str, grad: Tensor, module: int = 0) -> None:
-        assert command is StageCommands.add_gradient
-        self.layers.get_parameter(name).grad += grad
+    def send(self, command: Callable[..., Any], parameters: NamedParameters, change: Callable[..., Any]) -> None:
+        assert command is StageCommands.change_grads
+        change([self.layers.get_parameter(name) for name in parameters.names])
 
     def stand_ins(self) -> nn.Sequential:
         """Layers as the driver keeps them."""

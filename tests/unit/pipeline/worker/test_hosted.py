@@ -1,6 +1,7 @@
 """A stage on a worker: its commands, called without a driver in this process."""
 
 import pickle
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch.distributed import ProcessGroup
 from strategies.common.activity import Activity
 from strategies.common.waiting import wait_here
 from strategies.optim.calls import hyperparameters
+from strategies.optim.gradients import add_gradient, scale_gradients
+from strategies.pipeline.control.commands import NamedParameters
 from strategies.pipeline.partition.sequential import cut
 from strategies.pipeline.schedule.program import ranks_of
 from strategies.pipeline.schedule.tables import loop
@@ -53,7 +56,38 @@ def test_orders_come_over_the_link(groups: tuple[ProcessGroup, ProcessGroup]) ->
     layer = nn.Linear(2, 2)
     stage = hosted(nn.Sequential(layer), torch.optim.SGD(layer.parameters(), lr=1.0), groups[0])
     channel = Sender(groups[1], 0, tag=ORDERS_TAG)
-    sent: list[Any] = [[("set_attributes", ({}, (False, True)), {})], 3, None]
+    sent: list[Any] = [[("zero_grad", (0, True), {})], 3, None]
     for order in sent:
         channel.send(torch.frombuffer(bytearray(pickle.dumps(order)), dtype=torch.uint8), 0, 0)
     assert [stage.next_order() for _ in sent] == sent
+
+
+def test_gradients_of_an_optimizer_or_of_single_parameters_change(groups: tuple[ProcessGroup, ProcessGroup]) -> None:
+    first, second = nn.Linear(2, 2), nn.Linear(2, 1)
+    stage = hosted(nn.Sequential(first, second), torch.optim.SGD(first.parameters(), lr=1.0), groups[0])
+    parameters = [*first.parameters(), *second.parameters()]
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 2.0)
+    single = NamedParameters(["0.weight", "1.bias"])
+    stage.change_grads(0, partial(scale_gradients, factor=torch.tensor(3.0)))
+    stage.change_grads(single, partial(add_gradient, grad=torch.tensor(1.0)))
+    assert [parameter.grad.unique().item() for parameter in parameters] == [7.0, 6.0, 2.0, 3.0]
+    stage.zero_grad(single, True)
+    assert [parameter.grad is None for parameter in parameters] == [True, False, False, True]
+    stage.zero_grad(0, False)
+    assert first.bias.grad.eq(0).all() and second.weight.grad.eq(2).all()
+
+
+def test_a_trace_begins_where_the_one_before_ends(groups: tuple[ProcessGroup, ProcessGroup]) -> None:
+    layer = nn.Linear(2, 2)
+    stage = hosted(nn.Sequential(layer), torch.optim.SGD(layer.parameters(), lr=1.0), groups[0])
+    assert stage.trace({"activities": [torch.profiler.ProfilerActivity.CPU]}) is None
+    torch.ones(2).cosh()
+    first = stage.trace({"activities": [torch.profiler.ProfilerActivity.CPU]})
+    torch.ones(2).sinh()
+    second = stage.trace(None)
+    assert first is not None and second is not None and stage.trace(None) is None
+    assert [(b"aten::cosh" in trace, b"aten::sinh" in trace) for trace in (first, second)] == [
+        (True, False),
+        (False, True),
+    ]
