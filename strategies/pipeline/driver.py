@@ -699,7 +699,7 @@ class Pipeline(NotCopyable):
         self.optimizers.drop_shipped_states()
         if averaging is not None:
             averaging.share()
-        divides = self._replicas is not None and self._replicas.divide_states
+        divides = self._replicas is not None and self._replicas.zero_stage > 0
         self.optimizers.connect(remotes, numbers, dividing=averaging if divides else None)
         ending.callback(self.optimizers.end)
         transport = workers.transport if recovery is None else recovery.transport

@@ -147,7 +147,7 @@ class PipelineOptions:
         settings: Micro-batches, recomputation and chunks.
         device: The device of the driver.
         num_replicas: Number of replicas of the pipeline.
-        num_shares: Number of replicas that divide the optimizer states among themselves.
+        zero_stage: What the replicas of a stage divide among themselves.
         num_nodes: Number of hosts.
         loss_weight: How micro-batches are weighted.
         only_auto: Names of given settings that apply to ``schedule="auto"`` only.
@@ -161,12 +161,17 @@ class PipelineOptions:
     settings: Settings
     device: torch.device
     num_replicas: int = 1
-    num_shares: int = 1
+    zero_stage: int = 0
     num_nodes: int = 1
     loss_weight: str = "rows"
     only_auto: Sequence[str] = ()
     num_snapshots: int = 0
     gathers_on_end: bool | None = None
+
+    @property
+    def num_shares(self) -> int:
+        """The number of replicas that divide the optimizer states among themselves."""
+        return self.num_replicas if self.zero_stage else 1
 
     @classmethod
     def of(cls, given: Options, ranks: ReplicatedStrategy, num_nodes: int) -> "PipelineOptions":
@@ -183,7 +188,7 @@ class PipelineOptions:
             given.settings,
             ranks.root_device,
             ranks.world_size,
-            ranks.world_size if given.shard_optimizer_states else 1,
+            given.zero_stage,
             num_nodes,
             given.loss_weight,
             [name for name in ("max_microbatches", "memory_limit_bytes") if getattr(given.order, name) is not None],

@@ -117,7 +117,7 @@ CASES: dict[str, Case] = {
     "validation": ({}, [(VALIDATION, 1), (VALIDATION, 4)]),
     "teardown": ({}, [(TEARDOWN, 1)]),
     "divided": (
-        {"accumulate_grad_batches": 1, "options": {"shard_optimizer_states": True}},
+        {"accumulate_grad_batches": 1, "options": {"zero_stage": 1}},
         [(STEPS, 1), (BETWEEN, 3)],
     ),
     "evaluation": ({"net": Evaluating}, [(EVALUATION, 4)]),
@@ -128,7 +128,7 @@ CASES: dict[str, Case] = {
     "verified": (
         {
             "accumulate_grad_batches": 1,
-            "options": {"shard_optimizer_states": True, "recovery": Recovery(MAX_RESTARTS, verify_every_n_steps=2)},
+            "options": {"zero_stage": 1, "recovery": Recovery(MAX_RESTARTS, verify_every_n_steps=2)},
         },
         [(STEPS, 1)],
     ),
@@ -137,7 +137,7 @@ CASES: dict[str, Case] = {
 
 LAUNCHED: dict[str, Case] = {
     "launched": (
-        {"accumulate_grad_batches": 1, "options": {"shard_optimizer_states": True}},
+        {"accumulate_grad_batches": 1, "options": {"zero_stage": 1}},
         [(({3: ["backward-0"], 9: ["forward-0"]}, {8: ["step-0"], 9: ["forward-0"]}), 1)],
     )
 }

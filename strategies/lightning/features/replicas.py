@@ -20,32 +20,32 @@ class AveragedReplicas(Feature):
     """Connects the stages of all replicas, and averages gradients after each backward pass.
 
     Args:
-        divides_states: Whether the replicas of a stage divide its optimizer states.
+        zero_stage: What the replicas of a stage divide among themselves.
     """
 
-    options = ("data_parallel_size", "shard_optimizer_states")
+    options = ("data_parallel_size", "zero_stage")
 
-    def __init__(self, divides_states: bool) -> None:
-        self._divides_states = divides_states
+    def __init__(self, zero_stage: int) -> None:
+        self._zero_stage = zero_stage
 
     @classmethod
     def of(cls, options: Options) -> "AveragedReplicas | None":
         """Return the feature if there are several replicas."""
-        check_replicas(options.data_parallel_size, options.shard_optimizer_states)
-        return cls(options.shard_optimizer_states) if options.data_parallel_size > 1 else None
+        check_replicas(options.data_parallel_size, options.zero_stage)
+        return cls(options.zero_stage) if options.data_parallel_size > 1 else None
 
     def arguments(self, prepared: Preparation, optimizers: Sequence[Optimizer]) -> PipelineArguments:
         """Return the description of the replicas. Collective: every replica calls this."""
-        divides = self._divides_states and prepared.is_fitting
-        if self._divides_states:
+        zero_stage = self._zero_stage if prepared.is_fitting else 0
+        if self._zero_stage:
             with as_misconfiguration():
                 for optimizer in optimizers:
                     check_divisible(optimizer)
-        return {"replicas": prepared.ranks.replicas(prepared.settings.patience_seconds, divide_states=divides)}
+        return {"replicas": prepared.ranks.replicas(prepared.settings.patience_seconds, zero_stage=zero_stage)}
 
     def memory(self, prepared: Preparation, optimizers: Sequence[Optimizer]) -> MemoryArguments:
         """Return the number of replicas that divide the optimizer states."""
-        return {"num_shares": prepared.ranks.world_size if self._divides_states else 1}
+        return {"num_shares": prepared.ranks.world_size if self._zero_stage else 1}
 
     def begin(self, run: Run) -> Iterable[Undo]:
         """Average gradients after each backward pass, unless more gradients are accumulated first."""
@@ -57,19 +57,21 @@ class AveragedReplicas(Feature):
         yield after_backward(run.precision, average)
 
 
-def check_replicas(number: int, divides_states: bool) -> None:
-    """Check the number of pipelines.
+def check_replicas(number: int, zero_stage: int) -> None:
+    """Check the number of pipelines and what they divide.
 
     Args:
         number: ``data_parallel_size``.
-        divides_states: ``shard_optimizer_states``.
+        zero_stage: The option of this name.
 
     Raises:
-        MisconfigurationException: If the number is too small, or if these settings exclude each other.
+        MisconfigurationException: If a number is wrong, or if these settings exclude each other.
     """
     check_whole_number("data_parallel_size", number, 1)
-    if divides_states and number == 1:
+    if type(zero_stage) is not int or zero_stage not in (0, 1):
+        raise MisconfigurationException(f"zero_stage must be 0 or 1, got {zero_stage!r}.")
+    if zero_stage and number == 1:
         raise MisconfigurationException(
-            "shard_optimizer_states=True divides the states of a stage among its replicas, but there is only one: "
-            "set data_parallel_size to 2 or more, or leave shard_optimizer_states out."
+            f"zero_stage={zero_stage} divides the states of a stage among its replicas, but there is only one: set "
+            "data_parallel_size to 2 or more, or leave zero_stage out."
         )

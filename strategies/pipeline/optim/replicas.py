@@ -46,7 +46,7 @@ class Replicas:
             :mod:`~strategies.launch.rendezvous`.
         timeout_seconds: Time-out for waiting for another replica.
         reachable_address: An address that every process can reach.
-        divide_states: Whether the replicas of a stage divide its optimizer states among themselves.
+        zero_stage: What the replicas of a stage divide among themselves. 0: nothing; 1: its optimizer states and steps.
         round: How often the pipelines have returned to a snapshot, each time with new workers.
     """
 
@@ -55,7 +55,7 @@ class Replicas:
     rendezvous: str
     timeout_seconds: float
     reachable_address: str = LOOPBACK
-    divide_states: bool = False
+    zero_stage: int = 0
     round: int = 0
 
     def join(self, stage: int, check: Callable[[], None] = lambda: None) -> ProcessGroup:

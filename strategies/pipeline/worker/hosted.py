@@ -159,7 +159,7 @@ class HostedStage(StageCommands):
                 self._replicas, lambda: parameters, lambda: list(layers.buffers()), wait=activity.wait
             )
         self._shared_steps: SharedSteps | None = None
-        if self._averaging is not None and setup.replicas is not None and setup.replicas.divide_states:
+        if self._averaging is not None and setup.replicas is not None and setup.replicas.zero_stage:
             self._shared_steps = SharedSteps(self._optimizers, self._averaging, state.owners)
         self.held = HeldState(state, self._optimizers, device, self._shared_steps)
         self._modules, self._numbers = self.held.modules, self.held.numbers

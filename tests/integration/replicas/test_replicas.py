@@ -35,7 +35,13 @@ def test_devices_that_do_not_divide() -> None:
 
 def test_one_replica_divides_nothing() -> None:
     with pytest.raises(MisconfigurationException, match=r"there is only one: set data_parallel_size to 2 or more"):
-        RPCSequentialStrategy(shard_optimizer_states=True)
+        RPCSequentialStrategy(zero_stage=1)
+
+
+@pytest.mark.parametrize("stage", [-1, 4, True, 1.0, "1", None])
+def test_a_zero_stage(stage: Any) -> None:
+    with pytest.raises(MisconfigurationException, match=r"zero_stage must be 0 or 1, got "):
+        RPCSequentialStrategy(data_parallel_size=2, zero_stage=stage)
 
 
 def start_job(*arguments: str, **kwargs: Any) -> Script:
