@@ -101,6 +101,35 @@ class ManualNet(Net):
             optimizer.zero_grad()
 
 
+class LossesNet(ManualNet):
+    """Adds up the gradients of two losses of each batch; one of them uses a weight of the first stage directly.
+
+    Adds them to those of an earlier step, too, which have been averaged and clipped.
+    """
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        for kind in range(2):
+            loss = self.loss(batch)
+            if kind:
+                loss = 3 * loss + self.sequential_module[0].weight.square().sum()
+            self.log("train", loss, on_epoch=True, on_step=True, sync_dist=True)
+            self.manual_backward(loss)
+        if batch_idx % 2:
+            self.clip_gradients(optimizer, 0.1, "norm")
+            optimizer.step()
+        if batch_idx == 3:
+            optimizer.zero_grad()
+
+
+class KeepsNet(Net):
+    """Adds the gradients of each second step to those of the step before."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad()
+
+
 class LoopNet(Net):
     """Loops over its layers in its own ``forward``; they are in an ``nn.ModuleList``."""
 
@@ -196,7 +225,7 @@ class Doomed(Net):
             os.kill(self.trainer.strategy.pipeline.workers._processes[0].pid, signal.SIGKILL)
 
 
-DIVIDED = {"zero_stage": 1}
+DIVIDED, REDUCED = {"zero_stage": 1}, {"zero_stage": 2}
 CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "gpipe": (Net, {}, {}),
     "1f1b": (Net, {"schedule": "1f1b"}, {}),
@@ -236,6 +265,33 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "auto": (MeasuredNet, {"schedule": "auto", "balance": "by_size"}, {}),
     "divided, tied": (partial(Net, tied=True), {**DIVIDED, "checkpoint": "always"}, {}),
     "divided, manual": (ManualNet, DIVIDED, {}),
+    "reduced": (Net, REDUCED, {}),
+    "reduced, clipped by value": (Net, REDUCED, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "reduced, accumulated and clipped, 1f1b": (
+        Net,
+        {**REDUCED, "schedule": "1f1b"},
+        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
+    ),
+    "reduced, tied": (partial(Net, tied=True), {**REDUCED, "checkpoint": "always"}, {"gradient_clip_val": 0.1}),
+    "reduced, manual": (ManualNet, REDUCED, {}),
+    "reduced, several losses": (LossesNet, REDUCED, {}),
+    "reduced, kept": (KeepsNet, REDUCED, {"gradient_clip_val": 0.1}),
+    "reduced, kept, 1f1b": (KeepsNet, {**REDUCED, "schedule": "1f1b"}, {"gradient_clip_val": 0.1}),
+    "reduced, tokens, accumulated and clipped": (
+        TokenNet,
+        {**REDUCED, "schedule": "1f1b", "loss_weight": "tokens"},
+        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
+    ),
+    "reduced, lists, 1f1b": (ListsNet, {**REDUCED, "schedule": "1f1b", "balance": [2, 1, 2, 1]}, {}),
+    "reduced, lists": (ListsNet, {**REDUCED, "balance": [2, 1, 2, 1]}, {"accumulate_grad_batches": 2}),
+    "reduced, interleaved": (Net, {**REDUCED, "schedule": "interleaved", "balance": [2, 1, 2, 1]}, {}),
+    "reduced, zb-h1": (Net, {**REDUCED, "schedule": "zb-h1"}, {}),
+    "reduced, zbv, tied": (
+        partial(Net, tied=True),
+        {**REDUCED, "schedule": "zbv", "balance": [2, 1, 2, 1]},
+        {"gradient_clip_val": 0.1},
+    ),
+    "reduced, v-half": (Net, {**REDUCED, "schedule": "v-half", "balance": [2, 1, 2, 1]}, {}),
 }
 
 

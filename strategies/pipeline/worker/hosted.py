@@ -28,8 +28,9 @@ from strategies.optim.restricted import (
 from strategies.pipeline.control.commands import Attributes, StageCommands
 from strategies.pipeline.control.operations import Operation, WorkerTensor
 from strategies.pipeline.control.parts import Part, PartKind, Piece, bytes_of, on_shelf
-from strategies.pipeline.optim.replicas import Averaging, SharedSteps
+from strategies.pipeline.optim.replicas import Averaging, SharedSteps, connected
 from strategies.pipeline.schedule.operations import Row
+from strategies.pipeline.schedule.tables import Action
 from strategies.pipeline.stage.edges import Edges
 from strategies.pipeline.stage.layers import PassContext
 from strategies.pipeline.stage.out_of_memory import explaining
@@ -152,15 +153,20 @@ class HostedStage(StageCommands):
             name=self.describe(),
         )
         self._averaging: Averaging | None = None
-        if self._replicas is not None:
+        self._shared_steps: SharedSteps | None = None
+        if self._replicas is not None and setup.replicas is not None:
             parameters = list(self._layers.parameters())  # copies of tied parameters have no gradients at this point
             layers = self._layers
-            self._averaging = Averaging(
-                self._replicas, lambda: parameters, lambda: list(layers.buffers()), wait=activity.wait
+            self._averaging, self._shared_steps = connected(
+                self._replicas,
+                setup.replicas.zero_stage,
+                self._optimizers,
+                lambda: parameters,
+                lambda: list(layers.buffers()),
+                owners=state.owners,
+                means=state.means,
+                wait=activity.wait,
             )
-        self._shared_steps: SharedSteps | None = None
-        if self._averaging is not None and setup.replicas is not None and setup.replicas.zero_stage:
-            self._shared_steps = SharedSteps(self._optimizers, self._averaging, state.owners)
         self.held = HeldState(state, self._optimizers, device, self._shared_steps)
         self._modules, self._numbers = self.held.modules, self.held.numbers
         self._values = HeldValues(self._modules, self.held.computed)
@@ -207,9 +213,14 @@ class HostedStage(StageCommands):
             with gathered.gathering():
                 self._stage.run(self._rows[program], this)
         else:
-            self._stage.run(self._rows[program], this)
+            row = self._rows[program]
+            if self._averaging is not None and any(isinstance(each, Action) and each.kind != "F" for each in row):
+                self._averaging.before_backward()
+            self._stage.run(row, this)
 
     def release(self, number: int, factor: float, kept: float) -> None:
+        if self._averaging is not None:
+            self._averaging.before_backward()
         self._gathered.pop(number).release(factor, kept)
 
     def discard(self, number: int) -> None:
@@ -242,6 +253,8 @@ class HostedStage(StageCommands):
         return None if grad is None else grad.cpu()
 
     def add_gradient(self, name: str, grad: Tensor, module: int = 0) -> None:
+        if self._averaging is not None:
+            self._averaging.before_backward()
         parameter = self._modules[module].get_parameter(name)
         grad = grad.to(parameter.device)
         parameter.grad = grad if parameter.grad is None else parameter.grad + grad

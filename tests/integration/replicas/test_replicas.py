@@ -40,7 +40,7 @@ def test_one_replica_divides_nothing() -> None:
 
 @pytest.mark.parametrize("stage", [-1, 4, True, 1.0, "1", None])
 def test_a_zero_stage(stage: Any) -> None:
-    with pytest.raises(MisconfigurationException, match=r"zero_stage must be 0 or 1, got "):
+    with pytest.raises(MisconfigurationException, match=r"zero_stage must be 0, 1 or 2, got "):
         RPCSequentialStrategy(data_parallel_size=2, zero_stage=stage)
 
 
@@ -79,6 +79,11 @@ def test_two_times_two_processes_equal_one(replicas: dict[str, Any]) -> None:
         assert seen["metrics"] == pytest.approx(metrics, rel=1e-9), name
         assert torch.equal(*seen["weights"]), name  # the replicas agree to the last bit
         torch.testing.assert_close(seen["weights"][0], weights, rtol=1e-9, atol=1e-9)
+        (whole,), (gathered,) = (
+            [optimizer.state_dict() for optimizer in trainer.optimizers],
+            replicas["checkpoints"][f"{name} 0"]["optimizer_states"],
+        )
+        torch.testing.assert_close(gathered["state"], whole["state"], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.slow
@@ -96,7 +101,7 @@ def test_one_complete_checkpoint(replicas: dict[str, Any]) -> None:
 def test_replicas_divide_states(replicas: dict[str, Any]) -> None:
     for name, (make, *_) in replicas_job.CASES.items():
         states, number = replicas[name]["states"].tolist(), len(list(make().parameters()))
-        if name.startswith("divided"):
+        if name.startswith(("divided", "reduced")):
             assert sum(states) == number and max(states) < number, name
         else:
             assert states == [number, number], name
