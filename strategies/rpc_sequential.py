@@ -203,7 +203,9 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             its share of the data. Each stage averages its gradients with the same stage of the other replicas.
             Default: 1.
         zero_stage: What the replicas of a stage divide among themselves (ZeRO). 0 (default): nothing. 1: the optimizer
-            states and steps. After a step, each replica sends its new values to the other replicas.
+            states and steps. After a step, each replica sends its new values to the other replicas. 2: the averaged
+            gradients too. Once per step, after the backward passes, each gradient is summed for the replica that steps
+            the parameter, and is ``None`` in the other replicas.
         state_dict_type: Form of a checkpoint. ``"full"`` (default) is one file, which the driver writes while it
             receives the tensors one by one. ``"sharded"`` is a directory into which every stage writes its own part;
             ``python -m strategies.checkpoint.consolidate`` turns it into one file.

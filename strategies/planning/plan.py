@@ -173,6 +173,11 @@ class PipelineOptions:
         """The number of replicas that divide the optimizer states among themselves."""
         return self.num_replicas if self.zero_stage else 1
 
+    @property
+    def num_owners(self) -> int:
+        """The number of replicas that divide the averaged gradients among themselves."""
+        return self.num_replicas if self.zero_stage == 2 else 1
+
     @classmethod
     def of(cls, given: Options, ranks: ReplicatedStrategy, num_nodes: int) -> "PipelineOptions":
         """Return what a plan uses of the options of a strategy.
@@ -709,7 +714,8 @@ class _Plan:
                 recomputed=num_recomputed(self._options.settings.checkpoint, number),
                 rows=given.rows or given.found.rows * number,
                 input_bytes=input_bytes(given.found, number),
-                gradient_sets=num_gradient_sets(self._trainer, self._model, optimizers),
+                gradient_sets=num_gradient_sets(self._trainer, self._model, optimizers, self._options.num_owners),
+                num_owners=self._options.num_owners,
                 has_times=not self._on_meta,
                 start_bytes=whole.parameters if self._is_whole else 0,
                 end_bytes=whole.parameters + whole.states if gathers or (gathers is None and self._is_whole) else 0,

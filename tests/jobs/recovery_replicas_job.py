@@ -45,6 +45,14 @@ class ReplicaNet(Net):
         self.log("val_loss", error, sync_dist=True)
 
 
+class Kept(ReplicaNet):
+    """Adds the gradients of each second step to those of the step before."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad()
+
+
 class Evaluating(ReplicaNet):
     """Passes of an evaluation fill the log, in one replica faster than in the other."""
 
@@ -129,6 +137,17 @@ CASES: dict[str, Case] = {
         {
             "accumulate_grad_batches": 1,
             "options": {"zero_stage": 1, "recovery": Recovery(MAX_RESTARTS, verify_every_n_steps=2)},
+        },
+        [(STEPS, 1)],
+    ),
+    "reduced": (
+        {"net": Kept, "accumulate_grad_batches": 1, "options": {"zero_stage": 2}},
+        [(STEPS, 1), (BETWEEN, 3)],
+    ),
+    "reduced, verified": (
+        {
+            "schedule": "1f1b",
+            "options": {"zero_stage": 2, "recovery": Recovery(MAX_RESTARTS, verify_every_n_steps=2)},
         },
         [(STEPS, 1)],
     ),

@@ -130,6 +130,13 @@ class KeepsNet(Net):
             optimizer.zero_grad()
 
 
+class HeldNet(Net):
+    """Notes of which parameters, on all stages, this replica has the gradient when the optimizer steps."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.held = [parameter.grad is not None for parameter in self.parameters()]
+
+
 class LoopNet(Net):
     """Loops over its layers in its own ``forward``; they are in an ``nn.ModuleList``."""
 
@@ -265,7 +272,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "auto": (MeasuredNet, {"schedule": "auto", "balance": "by_size"}, {}),
     "divided, tied": (partial(Net, tied=True), {**DIVIDED, "checkpoint": "always"}, {}),
     "divided, manual": (ManualNet, DIVIDED, {}),
-    "reduced": (Net, REDUCED, {}),
+    "reduced": (HeldNet, REDUCED, {}),
     "reduced, clipped by value": (Net, REDUCED, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     "reduced, accumulated and clipped, 1f1b": (
         Net,
@@ -322,10 +329,11 @@ def job(folder: Path) -> dict[str, Any]:
         weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
         metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
         seen[name] = {"losses": model.losses, "metrics": metrics, "weights": strategy.all_gather(weights)}
+        seen[name]["held"] = strategy.all_gather(torch.tensor(getattr(model, "held", [])))
         seen[name]["states"] = strategy.all_gather(torch.tensor(len(trainer.optimizers[0].state)))
     for form in ("full", "sharded"):
-        options = {**DIVIDED, "state_dict_type": form}
-        for epochs, start in ((1, None), (2, folder / f"1 {form}")):
+        for epochs, start, divided in ((1, None, DIVIDED), (2, folder / f"1 {form}", REDUCED)):
+            options = {**divided, "state_dict_type": form}
             strategy = RPCSequentialStrategy([3, 3], microbatches=3, data_parallel_size=REPLICAS, **options)
             saves = Saves(folder / f"{epochs} {form}")
             fit(Net, strategy, 2 * REPLICAS, callbacks=[saves], max_epochs=epochs, ckpt_path=start)

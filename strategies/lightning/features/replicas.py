@@ -78,6 +78,11 @@ def check_replicas(number: int, zero_stage: int) -> None:
         MisconfigurationException: If a number is wrong, or if these settings exclude each other.
     """
     check_whole_number("data_parallel_size", number, 1)
+    if zero_stage == 3:
+        raise MisconfigurationException(
+            "zero_stage=3 would divide the parameters of a stage among its replicas, which does not exist yet: use "
+            "zero_stage=2 and more stages, or strategy='zero' with stage=3."
+        )
     if type(zero_stage) is not int or zero_stage not in (0, 1, 2):
         raise MisconfigurationException(f"zero_stage must be 0, 1 or 2, got {zero_stage!r}.")
     if zero_stage and number == 1:

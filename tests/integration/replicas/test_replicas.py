@@ -44,6 +44,11 @@ def test_a_zero_stage(stage: Any) -> None:
         RPCSequentialStrategy(data_parallel_size=2, zero_stage=stage)
 
 
+def test_parameters_are_not_divided() -> None:
+    with pytest.raises(MisconfigurationException, match=r"does not exist yet: use zero_stage=2 and more stages, or "):
+        RPCSequentialStrategy(data_parallel_size=2, zero_stage=3)
+
+
 def start_job(*arguments: str, **kwargs: Any) -> Script:
     return Script(replicas_job.__file__, *arguments, **kwargs)
 
@@ -108,9 +113,16 @@ def test_replicas_divide_states(replicas: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+def test_replicas_divide_gradients(replicas: dict[str, Any]) -> None:
+    first, second = replicas["reduced"]["held"]
+    assert first.numel() == len(list(replicas_job.Net().parameters())) and torch.equal(first, ~second)
+    assert 0 < first.sum() < first.numel()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["full", "sharded"])
 def test_divided_states_go_on(form: str, replicas: dict[str, Any]) -> None:
-    """Saved and loaded in mid-fit, by 2x2 processes."""
+    """Saved in mid-fit by 2x2 processes that divide states, loaded by 2x2 processes that divide gradients too."""
     uninterrupted, resumed = replicas["checkpoints"]["gpipe 0"], replicas["resumed"][form]
     for name, value in uninterrupted["state_dict"].items():
         torch.testing.assert_close(resumed["state_dict"][name], value, rtol=1e-9, atol=1e-9)
