@@ -122,6 +122,27 @@ class LossesNet(ManualNet):
             optimizer.zero_grad()
 
 
+class TurnsNet(ManualNet):
+    """Has two optimizers; the second one steps every second batch, and its gradients add up meanwhile."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        first, second = self.optimizers()
+        loss = self.loss(batch)
+        self.log("train", loss, on_epoch=True, on_step=True, sync_dist=True)
+        first.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(first, 0.1, "norm")
+        first.step()
+        if batch_idx % 2:
+            second.step()
+            second.zero_grad(set_to_none=False)
+
+    def configure_optimizers(self) -> Any:
+        second = [*self.sequential_module[0].parameters(), *self.behind.parameters()]
+        first = [p for p in self.parameters() if all(p is not own for own in second)]
+        return [torch.optim.AdamW(first, lr=0.01), torch.optim.SGD(second, lr=0.1, momentum=0.9)]
+
+
 class KeepsNet(Net):
     """Adds the gradients of each second step to those of the step before."""
 
@@ -282,6 +303,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "reduced, tied": (partial(Net, tied=True), {**REDUCED, "checkpoint": "always"}, {"gradient_clip_val": 0.1}),
     "reduced, manual": (ManualNet, REDUCED, {}),
     "reduced, several losses": (LossesNet, REDUCED, {}),
+    "reduced, two optimizers": (TurnsNet, REDUCED, {}),
     "reduced, kept": (KeepsNet, REDUCED, {"gradient_clip_val": 0.1}),
     "reduced, kept, 1f1b": (KeepsNet, {**REDUCED, "schedule": "1f1b"}, {"gradient_clip_val": 0.1}),
     "reduced, tokens, accumulated and clipped": (
@@ -330,7 +352,7 @@ def job(folder: Path) -> dict[str, Any]:
         metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
         seen[name] = {"losses": model.losses, "metrics": metrics, "weights": strategy.all_gather(weights)}
         seen[name]["held"] = strategy.all_gather(torch.tensor(getattr(model, "held", [])))
-        seen[name]["states"] = strategy.all_gather(torch.tensor(len(trainer.optimizers[0].state)))
+        seen[name]["states"] = strategy.all_gather(torch.tensor(sum(len(own.state) for own in trainer.optimizers)))
     for form in ("full", "sharded"):
         for epochs, start, divided in ((1, None, DIVIDED), (2, folder / f"1 {form}", REDUCED)):
             options = {**divided, "state_dict_type": form}
