@@ -384,7 +384,7 @@ def _processes(
         freed = need.gradients - need.gradients // measured.num_owners
         processes[rank] = Process(layers, need, round(activations[r]), step, earlier, freed)
         if is_driver:
-            end = measured.end_bytes + need.gradients if measured.end_bytes else 0
+            end = measured.end_bytes + need.gradients - freed if measured.end_bytes else 0
             processes[rank] = replace(processes[rank], start_bytes=measured.start_bytes, end_bytes=end)
     return [processes[rank] for rank in sorted(processes)]
 

@@ -346,6 +346,7 @@ def job(folder: Path) -> dict[str, Any]:
         given = {"balance": [3, 3], "microbatches": 3, **options}
         strategy = RPCSequentialStrategy(**given, data_parallel_size=REPLICAS)
         model, trainer = fit(make, strategy, 2 * REPLICAS, **settings)
+        assert not any(parameter._backward_hooks for parameter in model.parameters()), name
         path = folder / f"{name} {trainer.global_rank}.ckpt"
         trainer.save_checkpoint(path)
         weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
