@@ -247,7 +247,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         loss_weight: Literal["rows", "tokens"] = "rows",
         microbatch_tokens: int | None = None,
         data_parallel_size: int = 1,
-        zero_stage: int = 0,
+        zero_stage: Literal[0, 1, 2] = 0,
         state_dict_type: str = "full",
         async_save: bool = False,
         recovery: Recovery | None = None,
