@@ -114,8 +114,8 @@ class Averaging:
         self._means: dict[Tensor, weakref.ref[Tensor]] = {}
         """For each parameter whose average only this replica has, its gradient at that time."""
         self._hooks: list[RemovableHandle] = []
-        self._turned_back: list[weakref.ref[Tensor]] = []
-        """Averages of earlier passes that are summands of the present gradients."""
+        self._adds_to_means = False
+        """Whether averages of earlier passes that are not zero are summands of the present gradients."""
         self._note_means(means)
 
     def close(self) -> None:
@@ -149,13 +149,13 @@ class Averaging:
                 had other weights and which only their owners have.
         """
         self.before_backward()
-        if share is not None and any(grad.any() for ref in self._turned_back if (grad := ref()) is not None):
+        adds_to_means, self._adds_to_means = self._adds_to_means, False
+        if share is not None and adds_to_means:
             raise RuntimeError(
                 "under zero_stage=2, gradients with weights of replicas (loss_weight='tokens', microbatch_weight) "
                 "cannot be added to those of an earlier step, which only some replicas have. Clear gradients after "
                 "each step, or use zero_stage=1."
             )
-        self._turned_back = []
         parameters = self._parameters()
         self._agree(parameters)
         trained = [parameter for parameter in parameters if parameter.grad is not None]
@@ -180,8 +180,8 @@ class Averaging:
         The next :meth:`average` divides the sum by the number of replicas, so the averages are multiplied by it.
         """
         for parameter in self.means:
-            _grad(parameter).mul_(self.count)
-            self._turned_back.append(self._means[parameter])
+            grad = _grad(parameter).mul_(self.count)
+            self._adds_to_means |= bool((grad.coalesce().values() if grad.is_sparse else grad).any())
         self._forget_means()
 
     @property

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -249,18 +248,27 @@ def test_cleared_averages_are_forgotten(tmp_path: Path) -> None:
     assert in_replicas(tmp_path, 2, one) == [[4.5], [4.5]]
 
 
-def test_shares_cannot_be_added_to_averages(tmp_path: Path) -> None:
-    def one(group: ProcessGroup) -> None:
-        parameter = nn.Parameter(torch.ones(1))
-        averaging = Averaging(group, lambda: [parameter], list, owners={parameter: 0}, follows_autograd=True)
-        for _ in range(2):
-            parameter.sum().backward()
-            with (
-                pytest.raises(RuntimeError, match="Clear gradients after each step")
-                if averaging.means
-                else nullcontext()
-            ):
-                averaging.average(0.5)
+@pytest.mark.parametrize("is_sparse", [True, False])
+def test_shares_cannot_be_added_to_averages(tmp_path: Path, is_sparse: bool) -> None:
+    """They can be added to averages that have been set to zero, as after the first two passes of four."""
 
-    with pytest.raises(RuntimeError):  # the other replica waits for the first one, which has left
+    def one(group: ProcessGroup) -> None:
+        embedding = nn.Embedding(3, 2, sparse=is_sparse)
+        weight, is_owner = embedding.weight, group.rank() == 0
+        averaging = Averaging(group, lambda: [weight], list, owners={weight: 0})
+        for number in range(4):
+            averaging.before_backward()
+            embedding(torch.tensor([group.rank()])).sum().backward()
+            if number == 3 and is_owner:
+                with pytest.raises(RuntimeError, match="Clear gradients after each step"):
+                    averaging.average(0.75)
+                return
+            averaging.average(0.75 if is_owner else 0.25)
+            assert (weight.grad is not None) == is_owner
+            if weight.grad is not None:
+                assert weight.grad.to_dense()[:, 0].tolist() == [0.75, 0.25, 0]
+                if number < 2:
+                    weight.grad.zero_()
+
+    with pytest.raises(RuntimeError):  # the second replica waits for the first one, which has left
         in_replicas(tmp_path, 2, one)
