@@ -53,7 +53,7 @@ from strategies.pipeline.executor.executor import Executor, FillDrain, PipelineP
 from strategies.pipeline.executor.per_microbatch import Code, PerMicrobatch, Shares
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.optim.optimizers import PipelineOptimizers
-from strategies.pipeline.optim.replicas import Averaging, Replicas
+from strategies.pipeline.optim.replicas import Averaging, Replicas, SharedSteps, connected
 from strategies.pipeline.partition.blocks.calls import Value, call_blocks
 from strategies.pipeline.partition.blocks.recorder import DeferredBlocks, FindRows
 from strategies.pipeline.partition.bypass import BypassCheck
@@ -692,14 +692,14 @@ class Pipeline(NotCopyable):
         workers = self._open(parcels, threads, session, client=client, taken=leave)
         recovery = self._recovery = self._recovering(workers, session, threads, outliving)
         remotes = workers.remotes
-        averaging = self._join_replicas(self._replicas, ending) if self._replicas is not None else None
+        joined = self._join_replicas(self._replicas, ending) if self._replicas is not None else (None, None)
+        averaging, shared_steps = joined
         for remote in remotes:
             remote.on_use = self._bypass.note_use
         self.optimizers.drop_shipped_states()
         if averaging is not None:
             averaging.share()
-        divides = self._replicas is not None and self._replicas.divide_states
-        self.optimizers.connect(remotes, numbers, dividing=averaging if divides else None)
+        self.optimizers.connect(remotes, numbers, shared_steps=shared_steps)
         ending.callback(self.optimizers.end)
         transport = workers.transport if recovery is None else recovery.transport
         executing = self._executing(remotes, transport, averaging, holders, ending)
@@ -788,15 +788,23 @@ class Pipeline(NotCopyable):
         """The parts of stage ``i`` in this process, for the model and each of its copies."""
         return [PartOfModule(stages[i], model, optimizers) for model, _, stages, optimizers in self._all()]
 
-    def _join_replicas(self, replicas: Replicas, ending: ExitStack) -> Averaging:
+    def _join_replicas(self, replicas: Replicas, ending: ExitStack) -> tuple[Averaging, SharedSteps | None]:
         """Connect to the drivers of the other replicas, until the run ends."""
         with self.failures.explained():
             group = replicas.join(len(self.stages) - 1, self.failures.raise_untold)
         wait = InterruptibleWait(self.failures, outlives_session=True)
         ending.callback(wait.end)
-        averaging = Averaging(group, self.parameters_here, self._buffers_here, wait=wait)
+        averaging, shared_steps = connected(
+            group,
+            replicas.zero_stage,
+            self.optimizers.optimizers,
+            self.parameters_here,
+            self._buffers_here,
+            wait=wait,
+            follows_autograd=not self.settings.interleaves,  # other passes gather their gradients
+        )
         ending.callback(averaging.close)
-        return averaging
+        return averaging, shared_steps
 
     def _all(self) -> list[tuple[nn.Module, nn.Module, list[StageLayers], Sequence[Optimizer]]]:
         """The model and its copies, each with its pipelined module, the stages of this module, and its optimizers."""

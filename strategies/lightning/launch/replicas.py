@@ -169,7 +169,7 @@ class ReplicatedStrategy(ParallelStrategy):
         with environment_variables(**{"GLOO_SOCKET_IFNAME": interface} if interface else {}):
             init_dist_connection(self.cluster_environment, "gloo", self.global_rank, self._num_replicas)
 
-    def replicas(self, timeout_seconds: float, *, divide_states: bool) -> Replicas | None:
+    def replicas(self, timeout_seconds: float, *, zero_stage: int) -> Replicas | None:
         """Return the description of the replicas for the stages. Collective: every replica calls this."""
         if not self.is_distributed:
             return None
@@ -180,7 +180,7 @@ class ReplicatedStrategy(ParallelStrategy):
             self._rendezvous_directory = mkdtemp(prefix="relay-") if self.is_global_zero else None
             self._rendezvous_directory = self.broadcast(self._rendezvous_directory)
             self.rendezvous, address = f"file://{self._rendezvous_directory}", LOOPBACK
-        return Replicas(self.global_rank, self.world_size, self.rendezvous, timeout_seconds, address, divide_states)
+        return Replicas(self.global_rank, self.world_size, self.rendezvous, timeout_seconds, address, zero_stage)
 
     def stages_on_host(self) -> list[int]:
         """Return the stage number of each process on this host, for all replicas, including the drivers."""

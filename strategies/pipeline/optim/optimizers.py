@@ -37,7 +37,7 @@ from strategies.pipeline.control.client import RemoteStage
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.control.parts import Part, PartKind
 from strategies.pipeline.control.shelf import ShelvedPart
-from strategies.pipeline.optim.replicas import Averaging, SharedSteps
+from strategies.pipeline.optim.replicas import SharedSteps
 from strategies.pipeline.stage.layers import PassContext
 from strategies.pipeline.stage.recorder import ActionRecorder
 
@@ -78,18 +78,22 @@ class PipelineOptimizers:
         """Records when the optimizers step on the driver; ``None`` while no step is recorded."""
 
     def connect(
-        self, remotes: Sequence[RemoteStage], numbers: Sequence[list[list[int]]], *, dividing: Averaging | None = None
+        self,
+        remotes: Sequence[RemoteStage],
+        numbers: Sequence[list[list[int]]],
+        *,
+        shared_steps: SharedSteps | None = None,
     ) -> None:
         """Connect the optimizers to stages on workers until :meth:`end`. The workers have received their parts.
 
         Args:
             remotes: The stages.
             numbers: For each stage and each optimizer, the numbers of the parameters of the stage.
-            dividing: Connects the replicas of the driver's stage if they divide optimizer states and steps among
-                themselves; otherwise ``None``.
+            shared_steps: Divides the optimizer states and steps of the driver's stage among its replicas; ``None`` if
+                they are not divided.
         """
         self._remotes, self.numbers = tuple(remotes), list(numbers)
-        self._shared_steps = SharedSteps(self.optimizers, dividing) if dividing is not None else None
+        self._shared_steps = shared_steps
 
     @property
     def are_divided(self) -> bool:
@@ -201,6 +205,11 @@ class PipelineOptimizers:
         self._complete()
         return [remote.ask(StageCommands.unscale_grads, k, inv_scale, allow_fp16).wait for remote in self._remotes]
 
+    def any_replica(self, found: Tensor) -> None:
+        """Set a scalar that is 0 or 1 to 1 if it is 1 in any replica, whose gradients this process may not have."""
+        if self._shared_steps is not None:
+            self._shared_steps.any_replica(found)
+
     def zero_grad_remotes(self, optimizer: Optimizer, set_to_none: bool) -> None:
         """Clear the workers' gradients before the next command of each stage."""
         for remote in self._remotes:
@@ -220,6 +229,8 @@ class PipelineOptimizers:
         norms = {number: n for number, n in enumerate(norms_of_gradients(own, norm_type)) if n is not None}
         for answer in answers:
             norms.update(answer.wait())
+        if self._shared_steps is not None:
+            norms = self._shared_steps.all_norms(norms, own)
         if not norms:
             return torch.zeros(())
         device = next((p.device for p in own if not p.is_meta), torch.device("cpu"))
