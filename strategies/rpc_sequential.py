@@ -114,8 +114,8 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
     * ``barrier`` waits for the other replicas.
     * ``pre_backward`` does nothing. The backward pass of the loss runs the backward passes of all stages, or releases
       the gradients that the stages have already computed. The replicas then average their gradients.
-    * ``post_optimizer_step`` sends the new values to the other replicas if ``shard_optimizer_states`` is set. The
-      workers step while the optimizer steps on the driver.
+    * ``post_optimizer_step`` sends the new values to the other replicas if ``zero_stage`` is not 0. The workers step
+      while the optimizer steps on the driver.
     * ``save_checkpoint`` writes what Lightning gathered through ``state_dict`` and ``optimizer_state``.
     * ``teardown`` returns weights and optimizer states to the user's objects and ends the workers.
 
@@ -209,9 +209,10 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             The layers are divided by the plan of a Hugging Face model (``tp_plan``) or by the one that the model's
             method ``tensor_parallel_plan()`` returns; every pipeline computes what has no plan. See
             ``docs/tensor_parallel.md``. Default: 1.
-        shard_optimizer_states: If ``True``, the replicas of a stage divide its optimizer states and steps among
-            themselves (ZeRO stage 1). After a step, each replica sends its new values to the other replicas. Default:
-            ``False``.
+        zero_stage: What the replicas of a stage divide among themselves (ZeRO). 0 (default): nothing. 1: the optimizer
+            states and steps. After a step, each replica sends its new values to the other replicas. 2: the averaged
+            gradients too. Once per step, after the backward passes, each gradient is summed for the replica that steps
+            the parameter, and is ``None`` in the other replicas.
         state_dict_type: Form of a checkpoint. ``"full"`` (default) is one file, which the driver writes while it
             receives the tensors one by one. ``"sharded"`` is a directory into which every stage writes its own part;
             ``python -m strategies.checkpoint.consolidate`` turns it into one file.
@@ -254,7 +255,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         microbatch_tokens: int | None = None,
         data_parallel_size: int = 1,
         tensor_parallel_size: int = 1,
-        shard_optimizer_states: bool = False,
+        zero_stage: Literal[0, 1, 2] = 0,
         state_dict_type: str = "full",
         async_save: bool = False,
         recovery: Recovery | None = None,
@@ -279,7 +280,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             microbatch_tokens,
             data_parallel_size,
             tensor_parallel_size,
-            shard_optimizer_states,
+            zero_stage,
             state_dict_type,
             async_save,
             recovery,
@@ -626,7 +627,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state dict of an optimizer over all stages, as in one process, on the first replica only."""
-        divides = self.options.shard_optimizer_states
+        divides = self.options.zero_stage > 0
         if not (self.global_rank == 0 or divides):
             return {}
         own = unwrapped(optimizer)

@@ -38,8 +38,8 @@ def strategy_block(table: "PlanTable", row: "PlanRow") -> dict[str, Any]:
         arguments["deferred_batch_norm"] = True
     if options.num_replicas > 1:
         arguments["data_parallel_size"] = options.num_replicas
-    if options.num_shares > 1:
-        arguments["shard_optimizer_states"] = True
+    if options.zero_stage:
+        arguments["zero_stage"] = options.zero_stage
     return {"class_path": "strategies.RPCSequentialStrategy", "init_args": arguments}
 
 

@@ -43,7 +43,7 @@ from strategies.pipeline.control.parts import Part, PartKind
 from strategies.pipeline.control.shelf import Fetch, beside, in_turn
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.state.shelved import ShelvedTensor, is_shelved, put_values, shelved_tensors, values_of
-from strategies.sharding.divided_layers import connected
+from strategies.sharding.divided_layers import tensor_group
 
 Names = dict[str, tuple[int, str]]
 """Tensors on the shelf of a stage: key in the checkpoint ──▶ number of the part on the shelf, and path in this part."""
@@ -78,7 +78,7 @@ class StageStates:
         if (divided := self._pipeline.divided) is not None:
             parts = {name: gathered[name] for name in divided.parts}
             put_values(parts)
-            gathered.update(divided.whole_weights(parts, connected()))
+            gathered.update(divided.whole_weights(parts, tensor_group()))
         self._weights = {name: value for name, value in gathered.items() if isinstance(value, ShelvedTensor)}
         return gathered
 
@@ -87,7 +87,7 @@ class StageStates:
         state = self._pipeline.optimizers.state_dict(optimizer, shelved_tensors)
         if (divided := self._pipeline.divided) is not None:
             put_values(state)
-            state["state"] = divided.whole_states(optimizer, state["state"], connected())
+            state["state"] = divided.whole_states(optimizer, state["state"], tensor_group())
         self._states[optimizer] = _states_elsewhere(optimizer, state)
         self.has_gathered = True
         return state

@@ -102,10 +102,9 @@ def operations_over_stages(optimizers: PipelineOptimizers) -> GradientOperations
     def start_unscaling(optimizer: Optimizer, inv_scale: Tensor, allow_fp16: bool) -> Callable[[Tensor], Any]:
         replies = optimizers.start_unscaling(optimizer, inv_scale.cpu(), allow_fp16)
 
-        # A fused optimizer skips its step only if the scalar is exactly 1.
-        def count_others(found: Tensor) -> Tensor:
-            found.add_(sum(reply() for reply in replies))
-            return found.copy_(optimizers.over_parts(found)).clamp_(max=1.0)
+        def count_others(found: Tensor) -> None:
+            # A fused optimizer skips its step only if the scalar is exactly 1.
+            optimizers.anywhere(found.add_(sum(reply() for reply in replies)).clamp_(max=1.0))
 
         return count_others
 

@@ -54,7 +54,7 @@ from strategies.pipeline.executor.executor import Executor, FillDrain, PipelineP
 from strategies.pipeline.executor.per_microbatch import Code, PerMicrobatch, Shares
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.optim.optimizers import PipelineOptimizers
-from strategies.pipeline.optim.replicas import Averaging, Replicas
+from strategies.pipeline.optim.replicas import Averaging, Replicas, SharedSteps, connected
 from strategies.pipeline.partition.blocks.calls import Value, call_blocks
 from strategies.pipeline.partition.blocks.recorder import DeferredBlocks, FindRows
 from strategies.pipeline.partition.bypass import BypassCheck
@@ -704,10 +704,9 @@ class Pipeline(NotCopyable):
         recovery = self._recovery = self._recovering(workers, session, threads, outliving)
         remotes = workers.remotes
         averaging: Averaging | None = None
+        shared_steps: SharedSteps | None = None
         if self._replicas is not None:
-            group, wait = self._join(self._replicas, ending)
-            averaging = Averaging(group, self.parameters_here, self._buffers_here, wait=wait)
-            ending.callback(averaging.close)
+            averaging, shared_steps = self._join_replicas(self._replicas, ending)
         if self._parts_of_layers is not None:
             divided_layers.connect(TensorGroup(*self._join(self._parts_of_layers, ending)))
             ending.callback(divided_layers.connect, None)
@@ -716,8 +715,7 @@ class Pipeline(NotCopyable):
         self.optimizers.drop_shipped_states()
         if averaging is not None:
             averaging.share()
-        divides = self._replicas is not None and self._replicas.divide_states
-        self.optimizers.connect(remotes, numbers, dividing=averaging if divides else None)
+        self.optimizers.connect(remotes, numbers, shared_steps=shared_steps)
         ending.callback(self.optimizers.end)
         transport = workers.transport if recovery is None else recovery.transport
         executing = self._executing(remotes, transport, averaging, holders, ending)
@@ -813,6 +811,21 @@ class Pipeline(NotCopyable):
         wait = InterruptibleWait(self.failures, outlives_session=True)
         ending.callback(wait.end)
         return group, wait
+
+    def _join_replicas(self, replicas: Replicas, ending: ExitStack) -> tuple[Averaging, SharedSteps | None]:
+        """Connect to the drivers of the other replicas, until the run ends."""
+        group, wait = self._join(replicas, ending)
+        averaging, shared_steps = connected(
+            group,
+            replicas.zero_stage,
+            self.optimizers.optimizers,
+            self.parameters_here,
+            self._buffers_here,
+            wait=wait,
+            follows_autograd=not self.settings.interleaves,  # other passes gather their gradients
+        )
+        ending.callback(averaging.close)
+        return averaging, shared_steps
 
     def _all(self) -> list[tuple[nn.Module, nn.Module, list[StageLayers], Sequence[Optimizer]]]:
         """The model and its copies, each with its pipelined module, the stages of this module, and its optimizers."""

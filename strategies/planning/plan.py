@@ -147,7 +147,7 @@ class PipelineOptions:
         settings: Micro-batches, recomputation and chunks.
         device: The device of the driver.
         num_replicas: Number of replicas of the pipeline.
-        num_shares: Number of replicas that divide the optimizer states among themselves.
+        zero_stage: What the replicas of a stage divide among themselves.
         num_nodes: Number of hosts.
         loss_weight: How micro-batches are weighted.
         only_auto: Names of given settings that apply to ``schedule="auto"`` only.
@@ -161,12 +161,22 @@ class PipelineOptions:
     settings: Settings
     device: torch.device
     num_replicas: int = 1
-    num_shares: int = 1
+    zero_stage: int = 0
     num_nodes: int = 1
     loss_weight: str = "rows"
     only_auto: Sequence[str] = ()
     num_snapshots: int = 0
     gathers_on_end: bool | None = None
+
+    @property
+    def num_shares(self) -> int:
+        """The number of replicas that divide the optimizer states among themselves."""
+        return self.num_replicas if self.zero_stage else 1
+
+    @property
+    def num_owners(self) -> int:
+        """The number of replicas that divide the averaged gradients among themselves."""
+        return self.num_replicas if self.zero_stage == 2 else 1
 
     @classmethod
     def of(cls, given: Options, ranks: ReplicatedStrategy, num_nodes: int) -> "PipelineOptions":
@@ -183,7 +193,7 @@ class PipelineOptions:
             given.settings,
             ranks.root_device,
             ranks.world_size,
-            ranks.world_size if given.shard_optimizer_states else 1,
+            given.zero_stage,
             num_nodes,
             given.loss_weight,
             [name for name in ("max_microbatches", "memory_limit_bytes") if getattr(given.order, name) is not None],
@@ -704,7 +714,8 @@ class _Plan:
                 recomputed=num_recomputed(self._options.settings.checkpoint, number),
                 rows=given.rows or given.found.rows * number,
                 input_bytes=input_bytes(given.found, number),
-                gradient_sets=num_gradient_sets(self._trainer, self._model, optimizers),
+                gradient_sets=num_gradient_sets(self._trainer, self._model, optimizers, self._options.num_owners),
+                num_owners=self._options.num_owners,
                 has_times=not self._on_meta,
                 start_bytes=whole.parameters if self._is_whole else 0,
                 end_bytes=whole.parameters + whole.states if gathers or (gathers is None and self._is_whole) else 0,

@@ -80,6 +80,7 @@ class Measured(MeasuredPasses):
         rows: The number of rows of a batch.
         gradient_sets: Number of gradients of a parameter that exist at the same time, if ``training_step`` runs once
             per micro-batch.
+        num_owners: Number of replicas that divide the averaged gradients among themselves.
         has_times: Whether times were measured, or only bytes.
         start_bytes: The bytes of the whole model on the driver before its layers leave.
         end_bytes: The bytes of the whole model on the driver after the run, without gradients.
@@ -92,7 +93,8 @@ class Measured(MeasuredPasses):
     outside_step: StepCost
     transfer: float
     rows: int
-    gradient_sets: int = 1
+    gradient_sets: float = 1
+    num_owners: int = 1
     has_times: bool = True
     start_bytes: int = 0
     end_bytes: int = 0
@@ -124,7 +126,7 @@ class Measured(MeasuredPasses):
 
     def earlier_gradients(self, need: Need, *, at_once: bool) -> int:
         """Return the bytes of gradients that exist during the passes in addition to those that the passes compute."""
-        return 0 if at_once else (self.gradient_sets - 1) * need.gradients
+        return 0 if at_once else int((self.gradient_sets - 1) * need.gradients)
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,7 @@ class Process:
         activations: The maximum of the bytes that it holds for micro-batches.
         step: The optimizer's step.
         earlier_gradients: Bytes of gradients that exist during the passes in addition to those that the passes compute.
+        freed_gradients: Bytes of gradients that are freed before the step, because only other replicas step with them.
         start_bytes: The bytes of the whole model on the driver before its layers have left; 0 if it is never whole.
         end_bytes: The bytes of the whole model on the driver after the run, with all layers and optimizer states.
     """
@@ -146,13 +149,15 @@ class Process:
     activations: int
     step: StepCost
     earlier_gradients: int = 0
+    freed_gradients: int = 0
     start_bytes: int = 0
     end_bytes: int = 0
 
     @property
     def tensor_bytes(self) -> int:
         """The peak memory of the process's tensors in training."""
-        return self.need.total + max(self.activations + self.earlier_gradients, self.step.extra_bytes)
+        in_step = self.step.extra_bytes - self.freed_gradients
+        return self.need.total + max(self.activations + self.earlier_gradients, in_step)
 
     @property
     def training_bytes(self) -> int:
@@ -376,9 +381,10 @@ def _processes(
             steps.append(measured.outside_step)
         step, need = StepCost.of_all(steps), needs[rank]
         earlier = measured.earlier_gradients(need, at_once=at_once)
-        processes[rank] = Process(layers, need, round(activations[r]), step, earlier)
+        freed = need.gradients - need.gradients // measured.num_owners
+        processes[rank] = Process(layers, need, round(activations[r]), step, earlier, freed)
         if is_driver:
-            end = measured.end_bytes + need.gradients if measured.end_bytes else 0
+            end = measured.end_bytes + need.gradients - freed if measured.end_bytes else 0
             processes[rank] = replace(processes[rank], start_bytes=measured.start_bytes, end_bytes=end)
     return [processes[rank] for rank in sorted(processes)]
 

@@ -72,7 +72,7 @@ def connect(group: TensorGroup | None) -> None:
     _group = group
 
 
-def connected() -> TensorGroup:
+def tensor_group() -> TensorGroup:
     """Return the ranks that divide the layers of this process.
 
     Raises:
@@ -95,7 +95,7 @@ class _Copied(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return connected().sum(grad)
+        return tensor_group().sum(grad)
 
 
 class _Summed(torch.autograd.Function):
@@ -103,7 +103,7 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
-        return connected().sum(value)
+        return tensor_group().sum(value)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -115,11 +115,11 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
-        return torch.cat(connected().parts(value), -1)
+        return torch.cat(tensor_group().parts(value), -1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        group = connected()
+        group = tensor_group()
         return grad.chunk(group.size, -1)[group.rank].contiguous()
 
 
@@ -128,12 +128,12 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
-        group = connected()
+        group = tensor_group()
         return value.chunk(group.size, -1)[group.rank].contiguous()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return torch.cat(connected().parts(grad), -1)
+        return torch.cat(tensor_group().parts(grad), -1)
 
 
 copied, summed, joined, split = (

@@ -26,7 +26,7 @@ def launch(name: str) -> list[Any]:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow if name in ("gpipe", "divided") else pytest.mark.nightly)
+        pytest.param(name, marks=pytest.mark.slow if name in ("gpipe", "divided", "reduced") else pytest.mark.nightly)
         for name in recovery_replicas_job.CASES
     ],
 )

@@ -45,6 +45,14 @@ class ReplicaNet(Net):
         self.log("val_loss", error, sync_dist=True)
 
 
+class Kept(ReplicaNet):
+    """Adds the gradients of each second step to those of the step before."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad()
+
+
 class Evaluating(ReplicaNet):
     """Passes of an evaluation fill the log, in one replica faster than in the other."""
 
@@ -117,7 +125,7 @@ CASES: dict[str, Case] = {
     "validation": ({}, [(VALIDATION, 1), (VALIDATION, 4)]),
     "teardown": ({}, [(TEARDOWN, 1)]),
     "divided": (
-        {"accumulate_grad_batches": 1, "options": {"shard_optimizer_states": True}},
+        {"accumulate_grad_batches": 1, "options": {"zero_stage": 1}},
         [(STEPS, 1), (BETWEEN, 3)],
     ),
     "evaluation": ({"net": Evaluating}, [(EVALUATION, 4)]),
@@ -128,7 +136,18 @@ CASES: dict[str, Case] = {
     "verified": (
         {
             "accumulate_grad_batches": 1,
-            "options": {"shard_optimizer_states": True, "recovery": Recovery(MAX_RESTARTS, verify_every_n_steps=2)},
+            "options": {"zero_stage": 1, "recovery": Recovery(MAX_RESTARTS, verify_every_n_steps=2)},
+        },
+        [(STEPS, 1)],
+    ),
+    "reduced": (
+        {"net": Kept, "accumulate_grad_batches": 1, "options": {"zero_stage": 2}},
+        [(STEPS, 1), (BETWEEN, 3)],
+    ),
+    "reduced, verified": (
+        {
+            "schedule": "1f1b",
+            "options": {"zero_stage": 2, "recovery": Recovery(MAX_RESTARTS, verify_every_n_steps=2)},
         },
         [(STEPS, 1)],
     ),
@@ -137,7 +156,7 @@ CASES: dict[str, Case] = {
 
 LAUNCHED: dict[str, Case] = {
     "launched": (
-        {"accumulate_grad_batches": 1, "options": {"shard_optimizer_states": True}},
+        {"accumulate_grad_batches": 1, "options": {"zero_stage": 1}},
         [(({3: ["backward-0"], 9: ["forward-0"]}, {8: ["step-0"], 9: ["forward-0"]}), 1)],
     )
 }

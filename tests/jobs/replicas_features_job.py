@@ -194,6 +194,11 @@ CASES: dict[str, Case] = {
     "uneven, 1f1b": (Uneven, F1B, lambda: {"accumulate_grad_batches": 2}),
     "sparse, 1f1b": (Sparse, F1B, dict),
 }
+REDUCED = ("scaler", "scaler, fused, 1f1b", "unused", "frozen, clipped by hand", "uneven, 1f1b", "sparse, 1f1b")
+"""Cases that also run with ``zero_stage=2``."""
+for name in REDUCED:
+    make, options, settings = CASES[name]
+    CASES[f"{name}, reduced"] = (make, {**options, "zero_stage": 2}, settings)
 
 
 class Dropped(Net):

@@ -101,6 +101,63 @@ class ManualNet(Net):
             optimizer.zero_grad()
 
 
+class LossesNet(ManualNet):
+    """Adds up the gradients of two losses of each batch; one of them uses a weight of the first stage directly.
+
+    Adds them to those of an earlier step, too, which have been averaged and clipped.
+    """
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        for kind in range(2):
+            loss = self.loss(batch)
+            if kind:
+                loss = 3 * loss + self.sequential_module[0].weight.square().sum()
+            self.log("train", loss, on_epoch=True, on_step=True, sync_dist=True)
+            self.manual_backward(loss)
+        if batch_idx % 2:
+            self.clip_gradients(optimizer, 0.1, "norm")
+            optimizer.step()
+        if batch_idx == 3:
+            optimizer.zero_grad()
+
+
+class TurnsNet(ManualNet):
+    """Has two optimizers; the second one steps every second batch, and its gradients add up meanwhile."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        first, second = self.optimizers()
+        loss = self.loss(batch)
+        self.log("train", loss, on_epoch=True, on_step=True, sync_dist=True)
+        first.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(first, 0.1, "norm")
+        first.step()
+        if batch_idx % 2:
+            second.step()
+            second.zero_grad(set_to_none=False)
+
+    def configure_optimizers(self) -> Any:
+        second = [*self.sequential_module[0].parameters(), *self.behind.parameters()]
+        first = [p for p in self.parameters() if all(p is not own for own in second)]
+        return [torch.optim.AdamW(first, lr=0.01), torch.optim.SGD(second, lr=0.1, momentum=0.9)]
+
+
+class KeepsNet(Net):
+    """Adds the gradients of each second step to those of the step before."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad()
+
+
+class HeldNet(Net):
+    """Notes of which parameters, on all stages, this replica has the gradient when the optimizer steps."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.held = [parameter.grad is not None for parameter in self.parameters()]
+
+
 class LoopNet(Net):
     """Loops over its layers in its own ``forward``; they are in an ``nn.ModuleList``."""
 
@@ -196,7 +253,7 @@ class Doomed(Net):
             os.kill(self.trainer.strategy.pipeline.workers._processes[0].pid, signal.SIGKILL)
 
 
-DIVIDED = {"shard_optimizer_states": True}
+DIVIDED, REDUCED = {"zero_stage": 1}, {"zero_stage": 2}
 CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "gpipe": (Net, {}, {}),
     "1f1b": (Net, {"schedule": "1f1b"}, {}),
@@ -236,6 +293,34 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "auto": (MeasuredNet, {"schedule": "auto", "balance": "by_size"}, {}),
     "divided, tied": (partial(Net, tied=True), {**DIVIDED, "checkpoint": "always"}, {}),
     "divided, manual": (ManualNet, DIVIDED, {}),
+    "reduced": (HeldNet, REDUCED, {}),
+    "reduced, clipped by value": (Net, REDUCED, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "reduced, accumulated and clipped, 1f1b": (
+        Net,
+        {**REDUCED, "schedule": "1f1b"},
+        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
+    ),
+    "reduced, tied": (partial(Net, tied=True), {**REDUCED, "checkpoint": "always"}, {"gradient_clip_val": 0.1}),
+    "reduced, manual": (ManualNet, REDUCED, {}),
+    "reduced, several losses": (LossesNet, REDUCED, {}),
+    "reduced, two optimizers": (TurnsNet, REDUCED, {}),
+    "reduced, kept": (KeepsNet, REDUCED, {"gradient_clip_val": 0.1}),
+    "reduced, kept, 1f1b": (KeepsNet, {**REDUCED, "schedule": "1f1b"}, {"gradient_clip_val": 0.1}),
+    "reduced, tokens, accumulated and clipped": (
+        TokenNet,
+        {**REDUCED, "schedule": "1f1b", "loss_weight": "tokens"},
+        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
+    ),
+    "reduced, lists, 1f1b": (ListsNet, {**REDUCED, "schedule": "1f1b", "balance": [2, 1, 2, 1]}, {}),
+    "reduced, lists": (ListsNet, {**REDUCED, "balance": [2, 1, 2, 1]}, {"accumulate_grad_batches": 2}),
+    "reduced, interleaved": (Net, {**REDUCED, "schedule": "interleaved", "balance": [2, 1, 2, 1]}, {}),
+    "reduced, zb-h1": (Net, {**REDUCED, "schedule": "zb-h1"}, {}),
+    "reduced, zbv, tied": (
+        partial(Net, tied=True),
+        {**REDUCED, "schedule": "zbv", "balance": [2, 1, 2, 1]},
+        {"gradient_clip_val": 0.1},
+    ),
+    "reduced, v-half": (Net, {**REDUCED, "schedule": "v-half", "balance": [2, 1, 2, 1]}, {}),
 }
 
 
@@ -261,15 +346,17 @@ def job(folder: Path) -> dict[str, Any]:
         given = {"balance": [3, 3], "microbatches": 3, **options}
         strategy = RPCSequentialStrategy(**given, data_parallel_size=REPLICAS)
         model, trainer = fit(make, strategy, 2 * REPLICAS, **settings)
+        assert not any(parameter._backward_hooks for parameter in model.parameters()), name
         path = folder / f"{name} {trainer.global_rank}.ckpt"
         trainer.save_checkpoint(path)
         weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
         metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
         seen[name] = {"losses": model.losses, "metrics": metrics, "weights": strategy.all_gather(weights)}
-        seen[name]["states"] = strategy.all_gather(torch.tensor(len(trainer.optimizers[0].state)))
+        seen[name]["held"] = strategy.all_gather(torch.tensor(getattr(model, "held", [])))
+        seen[name]["states"] = strategy.all_gather(torch.tensor(sum(len(own.state) for own in trainer.optimizers)))
     for form in ("full", "sharded"):
-        options = {**DIVIDED, "state_dict_type": form}
-        for epochs, start in ((1, None), (2, folder / f"1 {form}")):
+        for epochs, start, divided in ((1, None, DIVIDED), (2, folder / f"1 {form}", REDUCED)):
+            options = {**divided, "state_dict_type": form}
             strategy = RPCSequentialStrategy([3, 3], microbatches=3, data_parallel_size=REPLICAS, **options)
             saves = Saves(folder / f"{epochs} {form}")
             fit(Net, strategy, 2 * REPLICAS, callbacks=[saves], max_epochs=epochs, ckpt_path=start)

@@ -26,7 +26,7 @@ STRATEGIES: dict[str, tuple[Any, int]] = {
     "single": ("single_device", 1),
     "ddp": (DDPStrategy, 2),
     "zero 2": (lambda: ZeROStrategy(stage=2, overlap_with_ddp=True), 2),
-    "replicas": (lambda: RPCSequentialStrategy([3, 3], 2, data_parallel_size=2, shard_optimizer_states=True), 4),
+    "replicas": (lambda: RPCSequentialStrategy([3, 3], 2, data_parallel_size=2, zero_stage=1), 4),
     "sharded": (lambda: RPCSequentialStrategy([2, 2, 2], 2, state_dict_type="sharded"), 3),
 }
 

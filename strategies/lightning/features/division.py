@@ -113,7 +113,7 @@ class Division(Feature):
     def _plan(self, prepared: Preparation, measuring: Mapping[str, Any]) -> PlannedSchedule | None:
         """Return the schedule for ``schedule="auto"``; ``None`` if none fits and the run needs no search."""
         options, settings, module = self._options, prepared.settings, prepared.module
-        sets = num_gradient_sets(prepared.trainer, prepared.model) if prepared.is_fitting else 1
+        sets = round(num_gradient_sets(prepared.trainer, prepared.model)) if prepared.is_fitting else 1
         planned, num_stages, given = self._planned, prepared.num_stages, options.given_balance
         lengths = lengths_of(module)
         if planned is not None and fits(planned, num_stages, lengths, given, settings, options.search, sets):

@@ -43,7 +43,7 @@ class PipelineArguments(TypedDict, total=False):
 class MemoryArguments(TypedDict, total=False):
     """Arguments of :func:`~strategies.pipeline.partition.memory.check_memory` that features provide."""
 
-    gradient_sets: int
+    gradient_sets: float
     num_shares: int
     num_snapshots: int
 

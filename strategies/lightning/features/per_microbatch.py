@@ -83,7 +83,8 @@ class StepsPerMicrobatch(Feature):
 
     def memory(self, prepared: Preparation, optimizers: Sequence[Optimizer]) -> MemoryArguments:
         """Return the number of gradients that each parameter has at the same time."""
-        return {"gradient_sets": num_gradient_sets(prepared.model.trainer, prepared.model, optimizers)}
+        owners = prepared.ranks.world_size if prepared.options.zero_stage == 2 else 1
+        return {"gradient_sets": num_gradient_sets(prepared.model.trainer, prepared.model, optimizers, owners)}
 
     def training_step(self, prepared: Preparation, pipeline: Pipeline) -> "TrainingStepPerMicrobatch":
         """Return the object that runs ``training_step`` for all micro-batches."""
@@ -248,7 +249,9 @@ def _normalised(weights: Sequence[float], sizes: Sequence[int]) -> list[float]:
     raise AssertionError("a batch has at least one micro-batch")
 
 
-def num_gradient_sets(trainer: Any, model: LightningModule, optimizers: Iterable[Optimizer] = ()) -> int:
+def num_gradient_sets(
+    trainer: Any, model: LightningModule, optimizers: Iterable[Optimizer] = (), num_owners: int = 1
+) -> float:
     """Return how many sets of gradients a process holds during a pass that runs within ``training_step``.
 
     Lightning clears the gradients of the last step after ``training_step``, when such a pass has already computed new
@@ -263,6 +266,8 @@ def num_gradient_sets(trainer: Any, model: LightningModule, optimizers: Iterable
         trainer: The Trainer.
         model: The model.
         optimizers: The optimizers. If they are left out, none is assumed to override ``zero_grad``.
+        num_owners: Number of replicas among which the averaged gradients of a step are divided. Gradients that are
+            accumulated are whole in each of them.
     """
     accumulates = trainer.accumulate_grad_batches > 1 or any(
         isinstance(callback, GradientAccumulationScheduler) and callback.going_to_accumulate_grad_batches()
@@ -275,7 +280,9 @@ def num_gradient_sets(trainer: Any, model: LightningModule, optimizers: Iterable
     ]
     # A hook may be any callable, even one that Lightning's is_overridden does not accept.
     is_seen = any(getattr(hook, "__func__", None) is not original for hook, original in hooks)
-    return 1 if not (accumulates or is_seen) and all(map(clears_as_torch_does, optimizers)) else 2
+    if accumulates:
+        return 2
+    return 1 if not is_seen and all(map(clears_as_torch_does, optimizers)) else 1 + 1 / num_owners
 
 
 def split_for(model: Any, batch: Any, microbatches: int, max_tokens: int | None = None) -> Microbatches:

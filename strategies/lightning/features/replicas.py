@@ -1,6 +1,7 @@
 """Several replicas of a pipeline: each stage averages its gradients with the same stage of the other replicas.
 
-The replicas of a stage may divide its optimizer states and steps among themselves (ZeRO stage 1).
+The replicas of a stage may divide its optimizer states and steps among themselves (ZeRO stage 1), and its gradients too
+(stage 2).
 """
 
 from collections.abc import Iterable, Sequence
@@ -8,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from torch.optim import Optimizer
 
 from strategies.lightning.arguments import as_misconfiguration, check_whole_number
-from strategies.lightning.compat import MisconfigurationException
+from strategies.lightning.compat import MisconfigurationException, rank_zero_warn
 from strategies.lightning.features.feature import Feature, MemoryArguments, PipelineArguments
-from strategies.lightning.hooks import Undo, after_backward
+from strategies.lightning.hooks import Undo, after_backward, overridden_gradient_hooks
 from strategies.lightning.options import Options
 from strategies.lightning.run import Preparation, Run
 from strategies.optim.trial import check_divisible
@@ -20,32 +21,41 @@ class AveragedReplicas(Feature):
     """Connects the stages of all replicas, and averages gradients after each backward pass.
 
     Args:
-        divides_states: Whether the replicas of a stage divide its optimizer states.
+        zero_stage: What the replicas of a stage divide among themselves.
     """
 
-    options = ("data_parallel_size", "shard_optimizer_states")
+    options = ("data_parallel_size", "zero_stage")
 
-    def __init__(self, divides_states: bool) -> None:
-        self._divides_states = divides_states
+    def __init__(self, zero_stage: int) -> None:
+        self._zero_stage = zero_stage
 
     @classmethod
     def of(cls, options: Options) -> "AveragedReplicas | None":
         """Return the feature if there are several replicas."""
-        check_replicas(options.data_parallel_size, options.shard_optimizer_states)
-        return cls(options.shard_optimizer_states) if options.data_parallel_size > 1 else None
+        check_replicas(options.data_parallel_size, options.zero_stage)
+        return cls(options.zero_stage) if options.data_parallel_size > 1 else None
+
+    def check(self, prepared: Preparation) -> None:
+        """Warn of hooks that read gradients, of which a replica has only some under stage 2."""
+        hooks = overridden_gradient_hooks(prepared.trainer, prepared.model) if prepared.is_fitting else []
+        if self._zero_stage == 2 and hooks:
+            rank_zero_warn(
+                f"{', '.join(hooks)}: under zero_stage=2 each replica has the gradients of its own parameters only; "
+                "the others are None. To clip, use self.trainer.strategy.clip_grad_norm_(max_norm)."
+            )
 
     def arguments(self, prepared: Preparation, optimizers: Sequence[Optimizer]) -> PipelineArguments:
         """Return the description of the replicas. Collective: every replica calls this."""
-        divides = self._divides_states and prepared.is_fitting
-        if self._divides_states:
+        zero_stage = self._zero_stage if prepared.is_fitting else 0
+        if self._zero_stage:
             with as_misconfiguration():
                 for optimizer in optimizers:
                     check_divisible(optimizer)
-        return {"replicas": prepared.ranks.replicas(prepared.settings.patience_seconds, divide_states=divides)}
+        return {"replicas": prepared.ranks.replicas(prepared.settings.patience_seconds, zero_stage=zero_stage)}
 
     def memory(self, prepared: Preparation, optimizers: Sequence[Optimizer]) -> MemoryArguments:
         """Return the number of replicas that divide the optimizer states."""
-        return {"num_shares": prepared.ranks.world_size if self._divides_states else 1}
+        return {"num_shares": prepared.ranks.world_size if self._zero_stage else 1}
 
     def begin(self, run: Run) -> Iterable[Undo]:
         """Average gradients after each backward pass, unless more gradients are accumulated first."""
@@ -57,19 +67,26 @@ class AveragedReplicas(Feature):
         yield after_backward(run.precision, average)
 
 
-def check_replicas(number: int, divides_states: bool) -> None:
-    """Check the number of pipelines.
+def check_replicas(number: int, zero_stage: int) -> None:
+    """Check the number of pipelines and what they divide.
 
     Args:
         number: ``data_parallel_size``.
-        divides_states: ``shard_optimizer_states``.
+        zero_stage: The option of this name.
 
     Raises:
-        MisconfigurationException: If the number is too small, or if these settings exclude each other.
+        MisconfigurationException: If a number is wrong, or if these settings exclude each other.
     """
     check_whole_number("data_parallel_size", number, 1)
-    if divides_states and number == 1:
+    if zero_stage == 3:
         raise MisconfigurationException(
-            "shard_optimizer_states=True divides the states of a stage among its replicas, but there is only one: "
-            "set data_parallel_size to 2 or more, or leave shard_optimizer_states out."
+            "zero_stage=3 would divide the parameters of a stage among its replicas, which does not exist yet: use "
+            "zero_stage=2 and more stages, or strategy='zero' with stage=3."
+        )
+    if type(zero_stage) is not int or zero_stage not in (0, 1, 2):
+        raise MisconfigurationException(f"zero_stage must be 0, 1 or 2, got {zero_stage!r}.")
+    if zero_stage and number == 1:
+        raise MisconfigurationException(
+            f"zero_stage={zero_stage} divides the optimizer states of a stage among its replicas, but there is only "
+            "one: set data_parallel_size to 2 or more, or leave zero_stage out."
         )

@@ -199,14 +199,14 @@ class ReplicatedStrategy(ParallelStrategy):
         with environment_variables(**{"GLOO_SOCKET_IFNAME": interface} if interface else {}):
             init_dist_connection(self.cluster_environment, "gloo", *self.group_place)
 
-    def replicas(self, timeout_seconds: float, *, divide_states: bool) -> Replicas | None:
+    def replicas(self, timeout_seconds: float, *, zero_stage: int) -> Replicas | None:
         """Return the description of the replicas for the stages. Collective: every pipeline calls this."""
         if not self.is_distributed:
             return None
         url, address = self._meet()
         name = "stage" if self._num_parts == 1 else f"part-{self.part}-stage"
         place = self.global_rank, self.world_size
-        return Replicas(*place, url, timeout_seconds, address, name, divide_states=divide_states)
+        return Replicas(*place, url, timeout_seconds, address, name, zero_stage=zero_stage)
 
     def parts(self, timeout_seconds: float) -> Peers | None:
         """Return the description of the pipelines of this replica. Collective: every pipeline calls this."""

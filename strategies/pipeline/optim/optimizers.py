@@ -37,10 +37,10 @@ from strategies.pipeline.control.client import RemoteStage
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.control.parts import Part, PartKind
 from strategies.pipeline.control.shelf import ShelvedPart
-from strategies.pipeline.optim.replicas import Averaging, SharedSteps
+from strategies.pipeline.optim.replicas import SharedSteps
 from strategies.pipeline.stage.layers import PassContext
 from strategies.pipeline.stage.recorder import ActionRecorder
-from strategies.sharding.divided_layers import DividedModel, connected
+from strategies.sharding.divided_layers import DividedModel, tensor_group
 
 
 class PipelineOptimizers:
@@ -82,18 +82,22 @@ class PipelineOptimizers:
         """Records when the optimizers step on the driver; ``None`` while no step is recorded."""
 
     def connect(
-        self, remotes: Sequence[RemoteStage], numbers: Sequence[list[list[int]]], *, dividing: Averaging | None = None
+        self,
+        remotes: Sequence[RemoteStage],
+        numbers: Sequence[list[list[int]]],
+        *,
+        shared_steps: SharedSteps | None = None,
     ) -> None:
         """Connect the optimizers to stages on workers until :meth:`end`. The workers have received their parts.
 
         Args:
             remotes: The stages.
             numbers: For each stage and each optimizer, the numbers of the parameters of the stage.
-            dividing: Connects the replicas of the driver's stage if they divide optimizer states and steps among
-                themselves; otherwise ``None``.
+            shared_steps: Divides the optimizer states and steps of the driver's stage among its replicas; ``None`` if
+                they are not divided.
         """
         self._remotes, self.numbers = tuple(remotes), list(numbers)
-        self._shared_steps = SharedSteps(self.optimizers, dividing) if dividing is not None else None
+        self._shared_steps = shared_steps
 
     @property
     def are_divided(self) -> bool:
@@ -205,6 +209,13 @@ class PipelineOptimizers:
         self._complete()
         return [remote.ask(StageCommands.unscale_grads, k, inv_scale, allow_fp16).wait for remote in self._remotes]
 
+    def anywhere(self, found: Tensor) -> None:
+        """Set a scalar that is 0 or 1 to 1 if it is 1 in any pipeline whose gradients this process does not have."""
+        if self._shared_steps is not None:
+            self._shared_steps.any_replica(found)
+        if self._divided is not None:
+            found.copy_(torch.stack(tensor_group().parts(found)).amax(0))
+
     def zero_grad_remotes(self, optimizer: Optimizer, set_to_none: bool) -> None:
         """Clear the workers' gradients before the next command of each stage."""
         for remote in self._remotes:
@@ -221,8 +232,10 @@ class PipelineOptimizers:
         k, own = self._number_of(optimizer), parameters_of(optimizer)
         self._complete()
         norms = self._norms(k, norm_type)
+        if self._shared_steps is not None:
+            norms = self._shared_steps.all_norms(norms, own)
         if self._divided is not None:
-            norms |= self._divided.whole_norms(own, norms, norm_type, connected())
+            norms |= self._divided.whole_norms(own, norms, norm_type, tensor_group())
         if not norms:
             return torch.zeros(())
         device = next((p.device for p in own if not p.is_meta), torch.device("cpu"))
@@ -253,7 +266,7 @@ class PipelineOptimizers:
         assert self._divided is not None
         for k, optimizer in enumerate(self.optimizers):
             own, norms = parameters_of(optimizer), self._norms(k, 2.0)
-            if (number := self._divided.first_different(own, norms, connected())) is not None:
+            if (number := self._divided.first_different(own, norms, tensor_group())) is not None:
                 raise RuntimeError(
                     "the pipelines of tensor_parallel_size compute different gradients for "
                     f"{self._locate(own[number])}, of which each has the whole. Either they got different batches "
@@ -261,10 +274,6 @@ class PipelineOptimizers:
                     "with the style 'colwise' and one with 'rowwise', and needs the style "
                     "'replicated_with_grad_allreduce' in the plan."
                 )
-
-    def over_parts(self, found: Tensor) -> Tensor:
-        """Return the largest value of a scalar over the pipelines that divide parameters."""
-        return found if self._divided is None else torch.stack(connected().parts(found)).amax(0)
 
     def _warn(self, total: Tensor, culprits: list[Tensor]) -> None:
         listed = [self._locate(parameter) for parameter in culprits[:3]]

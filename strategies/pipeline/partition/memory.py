@@ -102,7 +102,7 @@ class Sizes:
         gradient_sets: Number of gradients of a parameter that exist at the same time.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], num_shares: int = 1, gradient_sets: int = 1) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], num_shares: int = 1, gradient_sets: float = 1) -> None:
         self._gradient_sets = gradient_sets
         self._stepped = [set(parameters_of(optimizer)) for optimizer in optimizers]
         self._states: dict[Tensor, int] = {}
@@ -123,7 +123,7 @@ class Sizes:
         gradients = [sum(nbytes_of(p) for p in tensors if p in own and p.requires_grad) for own in self._stepped]
         return Need(
             sum(map(nbytes_of, tensors)),
-            self._gradient_sets * max(gradients, default=0),
+            int(self._gradient_sets * max(gradients, default=0)),
             sum(self._states.get(p, 0) for p in states),
         )
 
@@ -133,7 +133,7 @@ def check_memory(
     optimizers: Sequence[Optimizer] = (),
     *,
     num_shares: int = 1,
-    gradient_sets: int = 1,
+    gradient_sets: float = 1,
     num_snapshots: int = 0,
     communicators: Sequence[int] = (),
 ) -> None:

@@ -99,9 +99,7 @@ def changes(at: Situation, memory: DeviceMemory) -> list[str]:
     if at.num_layers > 1:
         found.append("move a layer of this stage to another stage (balance)")
     if at.trains:
-        found.append(
-            "divide optimizer states among replicas (shard_optimizer_states=True, with data_parallel_size > 1)"
-        )
+        found.append("divide optimizer states among replicas (zero_stage=1, with data_parallel_size > 1)")
     if at.is_float32:
         found.append("compute in bfloat16 (precision='bf16-mixed' for activations, 'bf16-true' for parameters as well)")
     if not found:

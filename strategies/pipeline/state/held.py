@@ -112,6 +112,7 @@ class HeldState:
             shelf=self.shelf,
             random_state=ProcessRandomState(self._device),
             owners=None if self.shared_steps is None else dict(self.shared_steps.owners),
+            means=[] if self.shared_steps is None else self.shared_steps.means,
         )
 
     def _states_of(self, number: int) -> dict[int, Any]:

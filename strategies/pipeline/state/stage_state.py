@@ -32,6 +32,7 @@ class StageState:
         shelf: Tensors on the shelf for the driver, by number and flattened path.
         random_state: The random state of the process; ``None`` if the new process starts with its own state.
         owners: The replica that steps each parameter, if the replicas of the stage divide its optimizer states.
+        means: The parameters whose gradients are averages that only this replica has.
     """
 
     layers: StageLayers
@@ -43,6 +44,7 @@ class StageState:
     shelf: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     random_state: ProcessRandomState | None = None
     owners: dict[Tensor, int] | None = None
+    means: list[Tensor] = field(default_factory=list)
 
     @classmethod
     def capture(

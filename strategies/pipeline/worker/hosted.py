@@ -28,8 +28,9 @@ from strategies.optim.restricted import (
 from strategies.pipeline.control.commands import Parameters, StageCommands
 from strategies.pipeline.control.operations import GradientOf, Name, Operation, WorkerTensor
 from strategies.pipeline.control.parts import Part, PartKind, Piece, bytes_of, on_shelf
-from strategies.pipeline.optim.replicas import Averaging, SharedSteps
+from strategies.pipeline.optim.replicas import Averaging, SharedSteps, connected
 from strategies.pipeline.schedule.operations import Row
+from strategies.pipeline.schedule.tables import Action
 from strategies.pipeline.stage.edges import Edges
 from strategies.pipeline.stage.layers import PassContext
 from strategies.pipeline.stage.out_of_memory import explaining
@@ -157,15 +158,20 @@ class HostedStage(StageCommands):
             name=self.describe(),
         )
         self._averaging: Averaging | None = None
-        if self._replicas is not None:
+        self._shared_steps: SharedSteps | None = None
+        if self._replicas is not None and setup.replicas is not None:
             parameters = list(self._layers.parameters())  # copies of tied parameters have no gradients at this point
             layers = self._layers
-            self._averaging = Averaging(
-                self._replicas, lambda: parameters, lambda: list(layers.buffers()), wait=activity.wait
+            self._averaging, self._shared_steps = connected(
+                self._replicas,
+                setup.replicas.zero_stage,
+                self._optimizers,
+                lambda: parameters,
+                lambda: list(layers.buffers()),
+                owners=state.owners,
+                means=state.means,
+                wait=activity.wait,
             )
-        self._shared_steps: SharedSteps | None = None
-        if self._averaging is not None and setup.replicas is not None and setup.replicas.divide_states:
-            self._shared_steps = SharedSteps(self._optimizers, self._averaging, state.owners)
         self.held = HeldState(state, self._optimizers, device, self._shared_steps)
         self._modules, self._numbers = self.held.modules, self.held.numbers
         self._values = HeldValues(self._modules, self.held.computed)
@@ -209,9 +215,14 @@ class HostedStage(StageCommands):
             with gathered.gathering():
                 self._stage.run(_row(row), this)
         else:
-            self._stage.run(_row(row), this)
+            operations = _row(row)
+            if self._averaging is not None and any(isinstance(a, Action) and a.kind != "F" for a in operations):
+                self._averaging.before_backward()
+            self._stage.run(operations, this)
 
     def release(self, number: int, factor: float, kept: float) -> None:
+        if self._averaging is not None:
+            self._averaging.before_backward()
         self._gathered.pop(number).release(factor, kept)
 
     def discard(self, number: int) -> None:
@@ -239,6 +250,8 @@ class HostedStage(StageCommands):
             nn.ParameterList(self._parameters(parameters)).zero_grad(set_to_none)
 
     def change_grads(self, parameters: Parameters, change: Callable[[Sequence[Tensor]], object]) -> None:
+        if self._averaging is not None and not isinstance(parameters, int):  # a gradient from the driver is added
+            self._averaging.before_backward()
         change(self._parameters(parameters))
 
     def _parameters(self, chosen: Parameters) -> Sequence[Tensor]:

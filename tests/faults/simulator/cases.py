@@ -37,7 +37,7 @@ ONLY_WITH = {"snapshot_every_n_steps": "max_restarts"}
 
 SEVERAL_REPLICAS: dict[str, tuple[Any, ...]] = {
     "max_restarts": (0, 3),
-    "shard_optimizer_states": (False, True),
+    "zero_stage": (0, 1, 2),
 }
 """What differs where there are several replicas."""
 

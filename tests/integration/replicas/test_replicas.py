@@ -35,7 +35,18 @@ def test_devices_that_do_not_divide() -> None:
 
 def test_one_replica_divides_nothing() -> None:
     with pytest.raises(MisconfigurationException, match=r"there is only one: set data_parallel_size to 2 or more"):
-        RPCSequentialStrategy(shard_optimizer_states=True)
+        RPCSequentialStrategy(zero_stage=1)
+
+
+@pytest.mark.parametrize("stage", [-1, 4, True, 1.0, "1", None])
+def test_a_zero_stage(stage: Any) -> None:
+    with pytest.raises(MisconfigurationException, match=r"zero_stage must be 0, 1 or 2, got "):
+        RPCSequentialStrategy(data_parallel_size=2, zero_stage=stage)
+
+
+def test_parameters_are_not_divided() -> None:
+    with pytest.raises(MisconfigurationException, match=r"does not exist yet: use zero_stage=2 and more stages, or "):
+        RPCSequentialStrategy(data_parallel_size=2, zero_stage=3)
 
 
 def start_job(*arguments: str, **kwargs: Any) -> Script:
@@ -73,6 +84,9 @@ def test_two_times_two_processes_equal_one(replicas: dict[str, Any]) -> None:
         assert seen["metrics"] == pytest.approx(metrics, rel=1e-9), name
         assert torch.equal(*seen["weights"]), name  # the replicas agree to the last bit
         torch.testing.assert_close(seen["weights"][0], weights, rtol=1e-9, atol=1e-9)
+        gathered = replicas["checkpoints"][f"{name} 0"]["optimizer_states"]
+        for optimizer, state in zip(trainer.optimizers, gathered, strict=True):
+            torch.testing.assert_close(state["state"], optimizer.state_dict()["state"], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.slow
@@ -83,23 +97,31 @@ def test_one_complete_checkpoint(replicas: dict[str, Any]) -> None:
         model.load_state_dict(checkpoint["state_dict"])
         weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
         assert torch.equal(weights, replicas[name]["weights"][0]), name
-        assert len(checkpoint["optimizer_states"][0]["state"]) == len(list(model.parameters()))
+        number = sum(len(state["state"]) for state in checkpoint["optimizer_states"])
+        assert number == len(list(model.parameters()))
 
 
 @pytest.mark.slow
 def test_replicas_divide_states(replicas: dict[str, Any]) -> None:
     for name, (make, *_) in replicas_job.CASES.items():
         states, number = replicas[name]["states"].tolist(), len(list(make().parameters()))
-        if name.startswith("divided"):
+        if name.startswith(("divided", "reduced")):
             assert sum(states) == number and max(states) < number, name
         else:
             assert states == [number, number], name
 
 
 @pytest.mark.slow
+def test_replicas_divide_gradients(replicas: dict[str, Any]) -> None:
+    first, second = replicas["reduced"]["held"]
+    assert first.numel() == len(list(replicas_job.Net().parameters())) and torch.equal(first, ~second)
+    assert 0 < first.sum() < first.numel()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["full", "sharded"])
 def test_divided_states_go_on(form: str, replicas: dict[str, Any]) -> None:
-    """Saved and loaded in mid-fit, by 2x2 processes."""
+    """Saved in mid-fit by 2x2 processes that divide states, loaded by 2x2 processes that divide gradients too."""
     uninterrupted, resumed = replicas["checkpoints"]["gpipe 0"], replicas["resumed"][form]
     for name, value in uninterrupted["state_dict"].items():
         torch.testing.assert_close(resumed["state_dict"][name], value, rtol=1e-9, atol=1e-9)

@@ -1,5 +1,7 @@
 """``tensor_parallel_size``: pipelines that divide single layers train what one process trains."""
 
+import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,14 +37,18 @@ def single(case: str, folder: Path, **settings: Any) -> dict[str, Any]:
     return {**job.seen(model, trainer), "validated": trainer.validate(model, verbose=False)[0]}
 
 
-def compared(stages: int, parts: int, replicas: int, cases: Sequence[str]) -> None:
+def compared(stages: int, parts: int, replicas: int, cases: Sequence[str], *, by_torchrun: bool = False) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder, other = Path(name), Path(name) / "single"
         if "resumed" in cases:
             single("resumed", other, max_epochs=1)
             (other / "resumed.ckpt").rename(folder / "before resumed.ckpt")
-        script = Script(job.__file__, name, *map(str, (stages, parts, replicas)), *cases)
-        assert script.wait(timeout=300) == 0
+        arguments = [job.__file__, name, *map(str, (stages, parts, replicas)), *cases]
+        if by_torchrun:
+            launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+            subprocess.run([*launch, str(stages * parts * replicas), *arguments], check=True, timeout=300)
+        else:
+            assert Script(*arguments).wait(timeout=300) == 0
         results = torch.load(folder / "results.pt")
         for case in cases:
             expected, actual = single(case, other), results[case]
@@ -70,7 +76,12 @@ def test_more_models_and_schedules(cases: list[str]) -> None:
 
 @pytest.mark.nightly
 def test_parts_and_replicas() -> None:
-    run(compared, 2, 2, 2, ["llama", "1f1b"], timeout_seconds=390)
+    run(compared, 2, 2, 2, ["llama", "reduced"], timeout_seconds=390)
+
+
+@pytest.mark.nightly
+def test_ranks_of_torchrun() -> None:
+    run(partial(compared, by_torchrun=True), 2, 2, 1, ["llama", "1f1b"], timeout_seconds=390)
 
 
 @pytest.mark.nightly

@@ -212,22 +212,24 @@ def test_ranks_in_bfloat16() -> None:
     assert found["limit_is_measured"] and found["limit"] < 0.1
 
 
-def with_replicas(extra: str, schedule: str) -> Any:
+def with_replicas(extra: str, schedule: str, zero_stage: int) -> Any:
     """Verifies two replicas of two stages."""
-    strategy = RPCSequentialStrategy([4, 3], microbatches=3, schedule=schedule, data_parallel_size=2)
+    options = {"microbatches": 3, "schedule": schedule, "data_parallel_size": 2, "zero_stage": zero_stage}
+    strategy = RPCSequentialStrategy([4, 3], **options)
     return as_dict(verify(Logging(extra), VerifiedData(), strategy=strategy, accelerator="cpu", devices=4, steps=2))
 
 
 @pytest.mark.timeout(600)  # five runs of four processes
 @pytest.mark.parametrize(
-    "extra, schedule, reason",
+    "extra, schedule, zero_stage, reason",
     [
-        pytest.param("none", "1f1b", "('largest', 'largest_step', 'largest_epoch')", marks=pytest.mark.slow),
-        pytest.param("dropout", "gpipe", "", marks=pytest.mark.nightly),
+        pytest.param("none", "1f1b", 0, "('largest', 'largest_step', 'largest_epoch')", marks=pytest.mark.slow),
+        pytest.param("none", "1f1b", 2, "('largest', 'largest_step', 'largest_epoch')", marks=pytest.mark.nightly),
+        pytest.param("dropout", "gpipe", 0, "", marks=pytest.mark.nightly),
     ],
 )
-def test_replicas(extra: str, schedule: str, reason: str) -> None:
-    found = run(with_replicas, extra, schedule, timeout_seconds=580)
+def test_replicas(extra: str, schedule: str, zero_stage: int, reason: str) -> None:
+    found = run(with_replicas, extra, schedule, zero_stage, timeout_seconds=580)
     assert found["verdict"] == DOCUMENTED
     assert any(reason in each for each in found["reasons"])
     assert found["compared"]["gradients"] == {**found["compared"]["gradients"], "values": 16}

@@ -154,6 +154,19 @@ def test_bytes_of_every_process() -> None:
     assert (worker.step.extra_bytes, driver.step.extra_bytes) == (3, 4)
 
 
+def test_gradients_that_replicas_divide_are_freed_before_the_step() -> None:
+    steps = {"steps": [StepCost(0.002, 1000)] * 4, "outside_step": StepCost(0.002, 1000)}
+    for owners, freed in ((1, 0), (2, 12), (4, 18)):
+        worker, driver = plan_row(measured(num_owners=owners, **steps), 2, "1f1b", 1, balance=[3, 1]).processes
+        assert worker.need.gradients == 24 and worker.freed_gradients == freed
+        assert worker.tensor_bytes == 96 + worker.step.extra_bytes - freed
+        assert driver.tensor_bytes == 64 + driver.step.extra_bytes - freed * 16 // 24
+    worker, _ = plan_row(measured(num_owners=4), 2, "1f1b", 1, balance=[3, 1]).processes
+    assert worker.tensor_bytes == 96 + 690, "the passes need more than the step"
+    kept, _ = plan_row(measured(num_owners=4, gradient_sets=1.25), 2, "1f1b", 1, balance=[3, 1]).processes
+    assert kept.tensor_bytes == worker.tensor_bytes + 6
+
+
 def peaks(name: str, balance: Sequence[int], **settings: Any) -> list[float]:
     named = SCHEDULES[name]
     chunks = named.chunks[1]

@@ -157,3 +157,118 @@ def test_a_replica_may_be_late_for_longer_than_connecting_may_take(
     with ThreadPoolExecutor(2) as threads:
         whole, nothing = threads.map(one, range(2))
     assert list(whole) == [0, 1] and whole[1]["step"].tolist() == [1, 1] and not nothing
+
+
+def in_replicas(folder: Path, count: int, one: Callable[[ProcessGroup], Any]) -> list[Any]:
+    """What each of several replicas comes to."""
+
+    def joined(number: int) -> Any:
+        return one(join_group(f"{folder.as_uri()}/stage", number, count, 30))
+
+    with ThreadPoolExecutor(count) as threads:
+        return list(threads.map(joined, range(count)))
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_only_its_owner_has_a_gradient(tmp_path: Path, count: int) -> None:
+    """Large and small gradients, transposed, empty, sparse, in one replica only; one parameter has no owner."""
+
+    def grads(replica: int) -> list[Any]:
+        generator = torch.Generator().manual_seed(replica)
+        made: list[Any] = [torch.randn(4, 3, generator=generator).to(dtype) for dtype in DTYPES]
+        made += [torch.randn(LARGE, generator=generator), torch.randn(LARGE // 2, 2, generator=generator).t()]
+        made += [torch.randn((), generator=generator), torch.empty(0, 2), rows(replica), rows(0, replica)]
+        return [*made, torch.ones(3, 2) if replica else None, None, torch.randn(5, generator=generator)]
+
+    every = [grads(replica) for replica in range(count)]
+    expected = []
+    for own in zip(*every, strict=True):
+        dense = [grad.to_dense() / count for grad in own if grad is not None]
+        expected.append(torch.stack(dense).sum(0) if dense else None)
+
+    def one(group: ProcessGroup) -> list[Any]:
+        parameters = with_grads(every[group.rank()])
+        owners: dict[Tensor, int] = {p: k % count for k, p in enumerate(parameters[:-1])}
+        averaging = Averaging(group, lambda: parameters, list, owners=owners)
+        averaging.average()
+        assert averaging.means == [p for p, k in owners.items() if k == group.rank() and p.grad is not None]
+        return [None if parameter.grad is None else parameter.grad.to_dense() for parameter in parameters]
+
+    found = in_replicas(tmp_path, count, one)
+    for k, mean in enumerate(expected):
+        last = k == len(expected) - 1
+        for replica in range(count):
+            if mean is not None and (last or k % count == replica):
+                rounding = 2 * torch.finfo(mean.dtype).eps  # of two sums of three numbers of at most 1
+                torch.testing.assert_close(found[replica][k], mean, rtol=rounding, atol=rounding)
+            else:
+                assert found[replica][k] is None
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_gradients_of_two_passes_add_up(tmp_path: Path, follows: bool) -> None:
+    """Averaged after each pass; in the second pass, the owner of the first parameter does not use it."""
+
+    def one(group: ProcessGroup) -> list[Any]:
+        replica = group.rank()
+        parameters = [nn.Parameter(torch.zeros(2)) for _ in range(4)]
+        owners: dict[Tensor, int] = {p: k % 2 for k, p in enumerate(parameters)}
+        averaging = Averaging(group, lambda: parameters, list, owners=owners, follows_autograd=follows)
+        for number in (1, 10):
+            if not follows:
+                averaging.before_backward()
+            first = 0 if number == 1 or replica else 1
+            loss = sum((k + 1) * number * (replica + 1) * parameters[k].sum() for k in range(first, 4))
+            assert isinstance(loss, Tensor)
+            loss.backward()
+            averaging.average()
+        return [None if p.grad is None else p.grad.tolist() for p in parameters]
+
+    first, second = in_replicas(tmp_path, 2, one)
+    mean = (1 + 2) / 2
+    assert first == [[mean + 20 / 2] * 2, None, [3 * mean * 11] * 2, None]
+    assert second == [None, [2 * mean * 11] * 2, None, [4 * mean * 11] * 2]
+
+
+def test_cleared_averages_are_forgotten(tmp_path: Path) -> None:
+    def one(group: ProcessGroup) -> list[float]:
+        parameters = [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))]
+        owners: dict[Tensor, int] = {parameter: k for k, parameter in enumerate(parameters)}
+        averaging = Averaging(group, lambda: parameters, list, owners=owners, follows_autograd=True)
+        for _ in range(3):
+            for k, parameter in enumerate(parameters):
+                (parameter * (4.0 + group.rank())).sum().backward()
+                if k:
+                    averaging.average()
+            found = [p.grad.item() for p in parameters if p.grad is not None]
+            parameters[0].grad = None
+            torch.optim.SGD(parameters).zero_grad(set_to_none=False)
+        return found
+
+    assert in_replicas(tmp_path, 2, one) == [[4.5], [4.5]]
+
+
+@pytest.mark.parametrize("is_sparse", [True, False])
+def test_shares_cannot_be_added_to_averages(tmp_path: Path, is_sparse: bool) -> None:
+    """They can be added to averages that have been set to zero, as after the first two passes of four."""
+
+    def one(group: ProcessGroup) -> None:
+        embedding = nn.Embedding(3, 2, sparse=is_sparse)
+        weight, is_owner = embedding.weight, group.rank() == 0
+        averaging = Averaging(group, lambda: [weight], list, owners={weight: 0})
+        for number in range(4):
+            averaging.before_backward()
+            embedding(torch.tensor([group.rank()])).sum().backward()
+            if number == 3 and is_owner:
+                with pytest.raises(RuntimeError, match="Clear gradients after each step"):
+                    averaging.average(0.75)
+                return
+            averaging.average(0.75 if is_owner else 0.25)
+            assert (weight.grad is not None) == is_owner
+            if weight.grad is not None:
+                assert weight.grad.to_dense()[:, 0].tolist() == [0.75, 0.25, 0]
+                if number < 2:
+                    weight.grad.zero_()
+
+    with pytest.raises(RuntimeError):  # the second replica waits for the first one, which has left
+        in_replicas(tmp_path, 2, one)

@@ -29,7 +29,7 @@ def kinds(at: Situation, memory: DeviceMemory = FULL) -> list[str]:
         "microbatches=": "microbatches",
         "schedule='1f1b'": "1f1b",
         "balance": "balance",
-        "shard_optimizer_states": "shard",
+        "zero_stage": "shard",
         "bf16": "bf16",
         "more stages": "stages",
     }
