@@ -37,7 +37,7 @@ def single(case: str, folder: Path, **settings: Any) -> dict[str, Any]:
     return {**job.seen(model, trainer), "validated": trainer.validate(model, verbose=False)[0]}
 
 
-def compared(stages: int, parts: int, replicas: int, cases: Sequence[str], *, by_torchrun: bool = False) -> None:
+def compared(stages: int, parts: int, replicas: int, cases: Sequence[str], by_torchrun: bool = False) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder, other = Path(name), Path(name) / "single"
         if "resumed" in cases:
@@ -81,7 +81,7 @@ def test_parts_and_replicas() -> None:
 
 @pytest.mark.nightly
 def test_ranks_of_torchrun() -> None:
-    run(partial(compared, by_torchrun=True), 2, 2, 1, ["llama", "1f1b"], timeout_seconds=390)
+    run(compared, 2, 2, 1, ["llama", "1f1b"], True, timeout_seconds=390)
 
 
 @pytest.mark.nightly

@@ -124,6 +124,7 @@ class TwoStages:
             stages=stages,
             optimizers=optimizers,
             states=[state],
+            divided=None,
             module=self.model.layers,
             wait=lambda: None,
         )

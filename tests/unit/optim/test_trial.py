@@ -409,9 +409,9 @@ def test_divisible_by_rows(name: str) -> None:
     before, values = str(optimizer.state_dict()), [p.detach().clone() for p in own]
     if name in NOT_BY_ELEMENT:
         with pytest.raises(ValueError, match=rf"{type(optimizer).__name__} cannot be used under stage=3.*in a trial"):
-            check_by_element(optimizer)
+            check_by_element(optimizer, "stage=3", "stage=2")
     else:
-        check_by_element(optimizer)
+        check_by_element(optimizer, "stage=3", "stage=2")
     assert str(optimizer.state_dict()) == before
     assert all(torch.equal(p, value) for p, value in zip(own, values, strict=True))
 
