@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -367,6 +368,8 @@ class DividedModel:
             undo()
         self._undo = []
         if group is None:
+            self._model.register_state_dict_pre_hook(check_is_whole)
+            _left_divided.add(self._model)
             return
         for parameter, part in self._part_of.items():
             parameter.data = part.joined(group.parts(parameter.data))
@@ -563,6 +566,23 @@ class DividedModel:
         for name, value in changes.items():
             self._undo.append(partial(setattr, module, name, getattr(module, name)))
             setattr(module, name, value)
+
+
+_left_divided: WeakSet[nn.Module] = WeakSet()
+"""The models that hold parts of their weights after a run that has failed."""
+
+
+def check_is_whole(model: nn.Module, *_: Any) -> None:
+    """Check that a model does not hold parts of its weights after a run that has failed. A ``state_dict`` pre-hook.
+
+    Raises:
+        RuntimeError: If it does.
+    """
+    if model in _left_divided:
+        raise RuntimeError(
+            f"this {type(model).__name__} holds only a part of its weights, because the run with tensor_parallel_size "
+            "that divided them has failed. Build a new model, and load a checkpoint."
+        )
 
 
 _SIZES: Mapping[str, Sequence[str]] = {"columns": ("out_features", "nf"), "rows": ("in_features", "nx")}

@@ -79,6 +79,11 @@ class VerifiedStrategy:
                 f"{self.kind.__name__}. Set strategy to 'rpc_sequential', 'ddp' or 'zero'."
             )
         self.arguments: dict[str, Any] = dict(arguments)
+        if (parts := self.arguments.get("tensor_parallel_size", 1)) != 1:
+            raise MisconfigurationException(
+                f"verify cannot compare tensor_parallel_size={parts} yet, whose gradients are parts. Verify the run "
+                "with tensor_parallel_size=1 and the same number of stages."
+            )
         self.num_devices = num_devices
 
     @property

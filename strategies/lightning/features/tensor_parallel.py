@@ -36,7 +36,7 @@ from strategies.lightning.options import Options
 from strategies.lightning.run import Preparation, Run
 from strategies.optim.restricted import parameters_of
 from strategies.optim.trial import check_by_element
-from strategies.sharding.divided_layers import DividedModel, TensorGroup
+from strategies.sharding.divided_layers import DividedModel, TensorGroup, check_is_whole
 
 _DIGESTED = 2**16
 """The number of values of a tensor of a batch that pipelines compare."""
@@ -91,6 +91,7 @@ class TensorParallel(Feature):
     def check(self, prepared: Preparation) -> None:
         """Find the plan, and check what does not work with divided layers."""
         model = prepared.model
+        check_is_whole(model)
         self._plan = plan_of(model, self._size)
         for callback in prepared.trainer.callbacks if prepared.is_fitting else ():  # type: ignore[attr-defined]
             if isinstance(callback, WeightAveraging | StochasticWeightAveraging):

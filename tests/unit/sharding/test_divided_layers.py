@@ -80,6 +80,8 @@ def test_hooks_and_sizes_go_at_the_end() -> None:
     divided.restore(None)
     assert block.up.out_features == 8 and model.table.padding_idx == 4 and model.table.num_embeddings == 6
     assert not block.up._forward_pre_hooks and not block.down._forward_hooks
+    with pytest.raises(RuntimeError, match=r"this Words holds only a part of its weights, because the run with tensor"):
+        model.state_dict()
 
 
 def test_a_tied_embedding_is_divided_with_the_head() -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from pytorch_lightning import LightningModule
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import nn
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
@@ -12,6 +13,7 @@ from strategies import RPCSequentialStrategy
 from strategies.lightning.features.tensor_parallel import digest, plan_of
 from strategies.pipeline.recovery.repairs import Recovery
 from trainer import Trainer
+from trainer.verification.runner import VerifiedStrategy
 
 SMALL: dict[str, Any] = {
     "vocab_size": 8,
@@ -53,6 +55,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_options_that_exclude_each_other(name: str) -> None:
     with pytest.raises(MisconfigurationException, match=f"{name} does not work with tensor_parallel_size=2 yet"):
         RPCSequentialStrategy(tensor_parallel_size=2, **OPTIONS[name])
+
+
+def test_what_knows_whole_layers_only() -> None:
+    arguments: Any = {"accelerator": "cpu", "devices": 2, "strategy": RPCSequentialStrategy(tensor_parallel_size=2)}
+    with pytest.raises(MisconfigurationException, match=r"plan does not know what tensor_parallel_size=2 divides yet"):
+        Trainer(**arguments).plan(LightningModule())
+    with pytest.raises(MisconfigurationException, match=r"verify cannot compare tensor_parallel_size=2 yet"):
+        VerifiedStrategy(arguments["strategy"], 2)
 
 
 def test_devices_that_do_not_divide() -> None:
