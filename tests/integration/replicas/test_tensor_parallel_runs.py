@@ -55,8 +55,9 @@ def compared(stages: int, parts: int, replicas: int, cases: Sequence[str], by_to
             exact = 1e-9 if case != "mixtral" else IN_FLOAT32
             if case == "resumed":
                 expected["losses"] = expected["losses"][-len(actual["losses"]) :]
-            for part in ("weights", "states"):
-                alike(actual[part], expected[part], exact, f"{case} {part}")
+            if case != "reduced":  # replicas keep their share of the states; the checkpoint has all
+                alike(actual["states"], expected["states"], exact, f"{case} states")
+            alike(actual["weights"], expected["weights"], exact, f"{case} weights")
             for part in ("losses", "metrics", "validated"):
                 alike(actual[part], expected[part], IN_FLOAT32, f"{case} {part}")
             ours, theirs = (torch.load(path / f"{case}.ckpt", weights_only=True) for path in (folder, other))
@@ -81,7 +82,7 @@ def test_parts_and_replicas() -> None:
 
 @pytest.mark.nightly
 def test_ranks_of_torchrun() -> None:
-    run(compared, 2, 2, 1, ["llama", "1f1b"], True, timeout_seconds=390)
+    run(compared, 2, 2, 1, ["llama", "1f1b"], True, timeout_seconds=390, allow=("tmp",))  # of torchrun
 
 
 @pytest.mark.nightly
