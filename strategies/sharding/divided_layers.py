@@ -31,6 +31,8 @@ from strategies.optim.restricted import is_by_element, parameters_of
 class TensorGroup:
     """The ranks that divide the layers of this process.
 
+    A tensor on the ``meta`` device is not sent: a rank may run a layer on this device alone, to find out shapes.
+
     Args:
         group: The ranks, on gloo. Values on GPUs travel through the memory of the host.
         wait: Calls a function that waits for other ranks.
@@ -42,6 +44,8 @@ class TensorGroup:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of a tensor over the ranks, in the same order of additions on every rank."""
+        if tensor.is_meta:
+            return torch.empty_like(tensor)
         message = tensor.detach().to("cpu", copy=True).contiguous()
         work = self._group.allreduce([message])
         self._wait(work.wait)
@@ -56,6 +60,8 @@ class TensorGroup:
 
     def parts(self, tensor: Tensor) -> list[Tensor]:
         """Return the tensors of all ranks, which have one shape."""
+        if tensor.is_meta:
+            return [torch.empty_like(tensor) for _ in range(self.size)]
         message = tensor.detach().cpu().contiguous()
         received = [torch.empty_like(message) for _ in range(self.size)]
         work = self._group.allgather([received], [message])
@@ -238,8 +244,13 @@ class PartialGradientLayer(DividedLayer):
 
     def __init__(self) -> None:
         self._parameters: dict[str, nn.Parameter | None] = {}
+        self._has_checked = False
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        value = args[0] if args else next(iter(kwargs.values()))
+        if not (self._has_checked or value.is_meta):
+            self._has_checked = True
+            self._check(module, value)
         self._parameters = dict(module._parameters)
         for name, parameter in self._parameters.items():
             if parameter is not None:
@@ -250,6 +261,16 @@ class PartialGradientLayer(DividedLayer):
         module._parameters.update(self._parameters)
         self._parameters = {}
         return output
+
+    def _check(self, module: nn.Module, value: Tensor) -> None:
+        """Check that the input is not the same on every rank, because the sum of gradients would then be too large."""
+        first, *others = tensor_group().parts(value)
+        if first.any() and all(torch.equal(first, other) for other in others):
+            raise RuntimeError(
+                f"the tensor parallel plan gives a {type(module).__name__} the style 'replicated_with_grad_allreduce', "
+                "which is for a layer whose input is divided, but every rank has the same input. Leave this layer out "
+                "of the plan."
+            )
 
 
 class ExpertsLayer(DividedLayer):
@@ -464,6 +485,7 @@ class DividedModel:
         names = {name: module for name, module in self._model.named_modules(remove_duplicate=False)}
         used: set[str] = set()
         layers: dict[nn.Module, tuple[nn.Module, Style, str]] = {}
+        single: dict[nn.Module, str] = {}
         holders: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
         for name, module in names.items():
             for own, parameter in module._parameters.items():
@@ -472,6 +494,7 @@ class DividedModel:
                     if (key := _key(f"{name}.{own}", plan)) is not None:
                         used.add(key)
                         style = _style(key, plan[key])
+                        single[module] = f"{name}.{own}"
                         self._take(parameter, TensorPart(-2 if style.kind == "columns" else -1, style.packed), name)
             if (key := _key(name, plan)) is not None:
                 used.add(key)
@@ -484,6 +507,18 @@ class DividedModel:
                 f"the tensor parallel plan names {', '.join(unused)}, but {type(self._model).__name__} has no such "
                 "layer or parameter. Names are those of named_modules(); * stands for a number."
             )
+        for module, name in single.items():
+            if module not in layers or layers[module][1].kind != "experts":
+                raise ValueError(
+                    f"the tensor parallel plan divides the parameter {name}, but does not say what the layer around it "
+                    "does with its part. Give the layer a style: 'moe_tp_experts' for a list of experts."
+                )
+        for module, style, name in layers.values():
+            if style.kind == "experts" and module not in single:
+                raise ValueError(
+                    f"the tensor parallel plan gives {name} the style 'moe_tp_experts', which sums the outputs of all "
+                    "ranks, but divides none of its parameters. Divide them, or leave it out of the plan."
+                )
         for parameter, places in holders.items():  # the other uses of a tied parameter
             if (part := self._part_of.get(parameter)) is None:
                 continue

@@ -95,6 +95,14 @@ class Language(LightningModule):
     val_dataloader = train_dataloader
 
 
+class SummedTwice(Language):
+    """A plan that gives a layer with whole rows the style of a layer with divided rows."""
+
+    def tensor_parallel_plan(self) -> dict[str, str]:
+        plan = {f"model.{name}": style for name, style in self.model.tp_plan.items()}
+        return {**plan, "model.model.layers.*.input_layernorm": "replicated_with_grad_allreduce"}
+
+
 class WithPlan(Language):
     """A model without a plan of its own: GPT-2, or BERT."""
 
@@ -136,6 +144,7 @@ MODELS: dict[str, Callable[[], Language]] = {
     "gpt2": gpt2,
     "bert": bert,
     "dropout": lambda: gpt2(0.1),
+    "summed twice": lambda: SummedTwice(LlamaForCausalLM(LlamaConfig(**GROUPED))),
     "mixtral": lambda: Language(
         MixtralForCausalLM(MixtralConfig(**GROUPED, num_local_experts=4, experts_implementation="eager"))
     ),

@@ -69,6 +69,21 @@ def test_two_parts_of_two_stages() -> None:
     run(compared, 2, 2, 1, ["llama", "tied", "qwen3", "gpt2", "bert", "accumulated", "resumed"], timeout_seconds=390)
 
 
+def wrong_plan() -> str:
+    with tempfile.TemporaryDirectory() as name:
+        script = Script(job.__file__, name, "1", "2", "1", "summed twice", stderr=subprocess.PIPE)
+        _, said = script.communicate(timeout=100)
+        assert script.returncode
+        return str(said)
+
+
+def test_a_plan_that_sums_whole_gradients() -> None:
+    said = run(wrong_plan, timeout_seconds=110)
+    assert (
+        "gives a LlamaRMSNorm the style 'replicated_with_grad_allreduce', which is for a layer whose input is" in said
+    )
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("cases", [["mixtral", "dropout", "1f1b"], ["zb-h1", "interleaved", "zbv", "v-half"]], ids=str)
 def test_more_models_and_schedules(cases: list[str]) -> None:

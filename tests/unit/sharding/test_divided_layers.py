@@ -13,6 +13,7 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down, self.norm = nn.Linear(4, 8), nn.Linear(8, 4), nn.LayerNorm(4)
+        self.scale = nn.Parameter(torch.ones(2, 2))
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.norm(x + self.down(self.up(x).relu()))
@@ -108,6 +109,8 @@ REFUSED: Mapping[str, tuple[dict[str, str], str]] = {
         {"blocks.*.norm": "colwise"},
         r"divides blocks\.0\.norm, a LayerNorm, but this style needs an nn\.Linear",
     ),
+    "parameter": ({"blocks.*.scale": "rowwise"}, r"divides the parameter blocks\.0\.scale, but does not say what the"),
+    "experts": ({"blocks.*": "moe_tp_experts"}, r"gives blocks\.0 the style 'moe_tp_experts', .* divides none of its"),
     "table": ({"head": "embedding_rowwise"}, r"divides head, a Linear, but this style needs an nn\.Embedding"),
 }
 
