@@ -1,9 +1,10 @@
-"""Names of strategies, suggestions for unknown names, and lazy imports for packages.
+"""Names of strategies and of layers, suggestions for unknown names, and lazy imports for packages.
 
 This module imports neither torch nor Lightning.
 """
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any
@@ -69,3 +70,8 @@ def _likeness(name: str, candidate: str) -> float:
     name, candidate = name.lower(), candidate.lower()
     ratio = difflib.SequenceMatcher(None, name, candidate).ratio()
     return max(ratio, _ALIKE) if len(name) > 2 and candidate.startswith(name) else ratio
+
+
+def with_wildcards(name: str) -> str:
+    """Return a dotted name with ``*`` in place of each number, as plans of tensor parallelism have it."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", f".{name}")[1:]

@@ -5,19 +5,20 @@ Hugging Face models declare their blocks, whether they fill a key-value cache, a
 
 import inspect
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from strategies.common.names import with_wildcards
 from strategies.common.torch_compat import forward_hooks
 
 _BLOCK_CLASSES = "_no_split_modules"
@@ -68,8 +69,7 @@ def tensor_parallel_plans(model: nn.Module) -> list[tuple[str, Any, dict[str, st
         plan = getattr(module, _TENSOR_PLAN, None) if hasattr(module, _BLOCK_CLASSES) else None
         if is_inside or not plan:
             continue
-        names = {re.sub(r"\.\d+(?=\.|$)", ".*", f".{name}")[1:] for name, _ in module.named_modules()}
-        names |= {re.sub(r"\.\d+(?=\.|$)", ".*", f".{name}")[1:] for name, _ in module.named_parameters()}
+        names = {with_wildcards(name) for name, _ in chain(module.named_modules(), module.named_parameters())}
         start = f"{path}." if path else ""
         own = {f"{start}{name}": style for name, style in plan.items() if name in names}
         found.append((path, getattr(module, "config", None), own))

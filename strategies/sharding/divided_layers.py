@@ -12,7 +12,6 @@ between stages and snapshots need no knowledge of the division. (``DTensor`` par
 by torch's clipping and its fused optimizers, and they need torch's default process group, which workers do not have.)
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from strategies.common.names import with_wildcards
 from strategies.common.waiting import Wait, wait_here
 from strategies.optim.restricted import is_by_element, parameters_of
 
@@ -68,6 +68,9 @@ class TensorGroup:
         self._wait(work.wait)
         return [part.to(tensor.device) for part in received]
 
+
+_LISTED = 5
+"""The number of layers that a line in the log names."""
 
 _group: TensorGroup | None = None
 """The ranks that divide the layers of this process, which is part of at most one pipeline at a time."""
@@ -379,6 +382,19 @@ class DividedModel:
         """How each divided parameter is divided."""
         return self._part_of
 
+    def described(self) -> str:
+        """Return how many parameters this rank has, and which layers are whole, for a line in the log."""
+        whole, own, undivided = 0, 0, dict[str, None]()
+        for name, parameter in self._model.named_parameters():
+            own += parameter.numel()
+            whole += parameter.numel() * (self._size if name in self.parts else 1)
+            if name not in self.parts:
+                undivided[with_wildcards(name.rpartition(".")[0])] = None
+        listed = list(undivided)[:_LISTED]
+        more = f" and {len(undivided) - _LISTED} more" if len(undivided) > _LISTED else ""
+        kept = f"; {', '.join(listed)}{more} are whole" if listed else ""
+        return f"each pipeline has {own:,} of {whole:,} parameters{kept}"
+
     def restore(self, group: TensorGroup | None) -> None:
         """Remove the hooks, and make the parameters whole again.
 
@@ -628,8 +644,7 @@ def _key(name: str, plan: Mapping[str, str]) -> str | None:
     """Return the key of a plan that fits a name."""
     if name in plan:
         return name
-    general = re.sub(r"\.\d+(?=\.|$)", ".*", f".{name}")[1:]
-    return general if general in plan else None
+    return general if (general := with_wildcards(name)) in plan else None
 
 
 def _style(name: str, style: str) -> Style:

@@ -28,6 +28,7 @@ from strategies.lightning.compat import (
     MisconfigurationException,
     StochasticWeightAveraging,
     WeightAveraging,
+    rank_zero_info,
     rank_zero_warn,
 )
 from strategies.lightning.features.feature import Feature, PipelineArguments
@@ -123,6 +124,7 @@ class TensorParallel(Feature):
                 if not tensor.is_meta:
                     tensor.data.copy_(group.of_first(tensor.data))
             self._model = DividedModel(model, self._plan, group.rank, group.size)
+        rank_zero_info(f"tensor_parallel_size={self._size}: {self._model.described()}.")
         self._optimizers = optimizers
         for optimizer in optimizers:
             own = self._model.own_states(optimizer, dict(enumerate(_states(optimizer))))

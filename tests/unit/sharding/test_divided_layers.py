@@ -69,6 +69,16 @@ def test_each_rank_has_its_part() -> None:
     assert model.head.weight.shape == (6, 4)
 
 
+def test_what_the_log_says() -> None:
+    model = Words()
+    number = sum(parameter.numel() for parameter in model.parameters())
+    said = DividedModel(model, {**PLAN, **HEAD}, 0, 2).described()
+    own = sum(parameter.numel() for parameter in model.parameters())
+    assert said == (
+        f"each pipeline has {own} of {number} parameters; table, blocks.*, blocks.*.down, blocks.*.norm are whole"
+    )
+
+
 def test_hooks_and_sizes_go_at_the_end() -> None:
     model = Words()
     divided = DividedModel(model, {**PLAN, "table": "embedding_rowwise"}, 1, 2)

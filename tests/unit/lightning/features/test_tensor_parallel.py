@@ -12,6 +12,7 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 from strategies import RPCSequentialStrategy
 from strategies.lightning.features.tensor_parallel import digest, plan_of
 from strategies.pipeline.recovery.repairs import Recovery
+from strategies.sharding.divided_layers import DividedModel
 from trainer import Trainer
 from trainer.verification.runner import VerifiedStrategy
 
@@ -77,6 +78,15 @@ def test_the_plan_of_a_hugging_face_model() -> None:
     plan = plan_of(Around(LlamaForCausalLM(LlamaConfig(**SMALL))), 2)
     assert plan["model.model.layers.*.self_attn.q_proj"] == "colwise"
     assert plan["model.lm_head"] == "colwise_gather_output"
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_each_process_has_its_share_of_the_parameters(size: int) -> None:
+    sizes = {**SMALL, "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(**{**sizes, "num_hidden_layers": 4}))
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    DividedModel(model, plan_of(model, size), size - 1, size)
+    assert sum(parameter.numel() for parameter in model.parameters()) < 1.15 * whole / size
 
 
 def test_heads_that_do_not_divide() -> None:
