@@ -76,9 +76,12 @@ class StageStates:
                 late.enter_context(state.reading_late())
             gathered: dict[str, Any] = self._model.state_dict()
         if (divided := self._pipeline.divided) is not None:
-            parts = {name: gathered[name] for name in divided.parts}
-            put_values(parts)
-            gathered.update(divided.whole_weights(parts, tensor_group()))
+            own = {name: gathered[name] for name, _ in self._model.named_parameters() if name in gathered}
+            put_values(own)
+            divided.check_equal(own, tensor_group())
+            others = {name: gathered[name] for name in divided.parts if name not in own}  # further names of tied ones
+            put_values(others)
+            gathered.update(divided.whole_weights({**own, **others}, tensor_group()))
         self._weights = {name: value for name, value in gathered.items() if isinstance(value, ShelvedTensor)}
         return gathered
 

@@ -400,6 +400,9 @@ class DividedModel:
 
         Args:
             group: The ranks; ``None`` leaves the parts in place, because the other ranks may have ended.
+
+        Raises:
+            RuntimeError: If the ranks have different values of a parameter that is not divided.
         """
         for undo in self._undo:
             undo()
@@ -412,6 +415,7 @@ class DividedModel:
             parameter.data = part.joined(group.parts(parameter.data))
             parameter.grad = None if parameter.grad is None else part.joined(group.parts(parameter.grad))
         self._part_of = {}
+        self.check_equal({name: p.detach() for name, p in self._model.named_parameters()}, group)
 
     # States of optimizers, by the number of the parameter
 
@@ -462,15 +466,32 @@ class DividedModel:
             The number; ``None`` if all are equal to rounding.
         """
         numbers = [number for number, p in enumerate(parameters) if p not in self._part_of]
-        missing = torch.tensor(-1.0, dtype=torch.float64)
-        own = torch.stack([norms.get(number, missing).to(torch.float64).cpu() for number in numbers] or [missing])
-        limits = [torch.finfo(parameters[number].dtype).eps ** 0.5 for number in numbers]
-        first, *others = group.parts(own)
-        for place, number in enumerate(numbers):
-            for other in others:
-                if not torch.isclose(first[place], other[place], limits[place], 0.0, equal_nan=True):
-                    return number
-        return None
+        missing = torch.tensor(-1.0)
+        place = _first_different(
+            [norms.get(number, missing) for number in numbers], [parameters[number].dtype for number in numbers], group
+        )
+        return None if place is None else numbers[place]
+
+    def check_equal(self, weights: Mapping[str, Tensor], group: TensorGroup) -> None:
+        """Check that all ranks have the same values of the parameters that are not divided. All ranks call this.
+
+        Args:
+            weights: The parameters of the model by name, with their values.
+            group: The ranks.
+
+        Raises:
+            RuntimeError: If the values of a parameter differ.
+        """
+        names = [name for name in weights if name not in self.parts]
+        norms = [torch.linalg.vector_norm(weights[name].flatten()) for name in names]
+        place = _first_different(norms, [weights[name].dtype for name in names], group)
+        if place is not None:
+            raise RuntimeError(
+                f"the pipelines of tensor_parallel_size have trained {names[place]}, of which each has the whole, to "
+                "different values. Code of the model or of a callback has changed gradients or weights by something "
+                "that differs between them, such as a norm of the parts of one pipeline "
+                "(torch.nn.utils.clip_grad_norm_): use trainer.strategy.clip_grad_norm_(max_norm)."
+            )
 
     def _changed(
         self,
@@ -638,6 +659,17 @@ def check_is_whole(model: nn.Module, *_: Any) -> None:
 
 _SIZES: Mapping[str, Sequence[str]] = {"columns": ("out_features", "nf"), "rows": ("in_features", "nx")}
 """The attributes with the divided size of an ``nn.Linear`` and of a ``Conv1D`` of ``transformers``, by style."""
+
+
+def _first_different(norms: Sequence[Tensor], dtypes: Sequence[torch.dtype], group: TensorGroup) -> int | None:
+    """Return the place of the first norm that differs between ranks by more than rounding; ``None`` if none does."""
+    own = torch.tensor([norm.item() for norm in norms], dtype=torch.float64)
+    first, *others = group.parts(own)
+    for place, dtype in enumerate(dtypes):
+        for other in others:
+            if not torch.isclose(first[place], other[place], torch.finfo(dtype).eps ** 0.5, 0.0, equal_nan=True):
+                return place
+    return None
 
 
 def _key(name: str, plan: Mapping[str, str]) -> str | None:

@@ -103,6 +103,13 @@ class SummedTwice(Language):
         return {**plan, "model.model.layers.*.input_layernorm": "replicated_with_grad_allreduce"}
 
 
+class ClippedByHand(Language):
+    """Computes the norm of the parts of its own pipeline."""
+
+    def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+        nn.utils.clip_grad_norm_(self.parameters(), 0.01)
+
+
 class WithPlan(Language):
     """A model without a plan of its own: GPT-2, or BERT."""
 
@@ -144,6 +151,7 @@ MODELS: dict[str, Callable[[], Language]] = {
     "gpt2": gpt2,
     "bert": bert,
     "dropout": lambda: gpt2(0.1),
+    "clipped by hand": lambda: ClippedByHand(LlamaForCausalLM(LlamaConfig(**GROUPED))),
     "summed twice": lambda: SummedTwice(LlamaForCausalLM(LlamaConfig(**GROUPED))),
     "mixtral": lambda: Language(
         MixtralForCausalLM(MixtralConfig(**GROUPED, num_local_experts=4, experts_implementation="eager"))

@@ -32,7 +32,7 @@ from strategies.lightning.compat import (
     rank_zero_warn,
 )
 from strategies.lightning.features.feature import Feature, PipelineArguments
-from strategies.lightning.hooks import Undo, after_backward
+from strategies.lightning.hooks import Undo, after_backward, overridden_gradient_hooks
 from strategies.lightning.options import Options
 from strategies.lightning.run import Preparation, Run
 from strategies.optim.restricted import parameters_of
@@ -94,7 +94,15 @@ class TensorParallel(Feature):
         model = prepared.model
         check_is_whole(model)
         self._plan = plan_of(model, self._size)
-        for callback in prepared.trainer.callbacks if prepared.is_fitting else ():  # type: ignore[attr-defined]
+        if not prepared.is_fitting:
+            return
+        trainer: Any = prepared.trainer
+        if hooks := overridden_gradient_hooks(trainer, model):
+            rank_zero_warn(
+                f"{', '.join(hooks)}: under tensor_parallel_size={self._size} each pipeline has its part of the "
+                "gradients of divided layers. To clip, use self.trainer.strategy.clip_grad_norm_(max_norm)."
+            )
+        for callback in trainer.callbacks:
             if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
                 raise MisconfigurationException(
                     f"{type(callback).__name__} does not work with tensor_parallel_size={self._size} yet: its copy of "
