@@ -33,8 +33,6 @@ from strategies.lightning.compat import (
 )
 from strategies.lightning.features.averages import WeightAverages
 from strategies.lightning.features.batch_norm import BatchNormLayers
-from strategies.lightning.features.construction import ModelConstruction
-from strategies.lightning.features.division import Division
 from strategies.lightning.features.feature import (
     ImportedIfAskedFor,
     KindOfFeature,
@@ -43,16 +41,18 @@ from strategies.lightning.features.feature import (
     features_of,
     overriding,
 )
-from strategies.lightning.features.hugging_face import HuggingFaceModels
-from strategies.lightning.features.moving_layers import check_can_move, move_layers
+from strategies.lightning.features.layers.construction import ModelConstruction
+from strategies.lightning.features.layers.division import Division
+from strategies.lightning.features.layers.hugging_face import HuggingFaceModels
+from strategies.lightning.features.layers.moving_layers import check_can_move, move_layers
 from strategies.lightning.features.per_microbatch import StepsPerMicrobatch
+from strategies.lightning.features.pipelines.replicas import AveragedReplicas
+from strategies.lightning.features.pipelines.tensor_parallel import TensorParallel
 from strategies.lightning.features.precision import PrecisionOnStages
 from strategies.lightning.features.profiler import ProfilerOnStages
 from strategies.lightning.features.recovery import LostWorkers
-from strategies.lightning.features.replicas import AveragedReplicas
 from strategies.lightning.features.seeds import LayerSeeds
 from strategies.lightning.features.summary import SummaryOfStages
-from strategies.lightning.features.tensor_parallel import TensorParallel
 from strategies.lightning.hooks import Undo, follow_optimizers
 from strategies.lightning.launch.replicas import ReplicatedStrategy
 from strategies.lightning.options import Options, Rebalance, Schedule

@@ -12,7 +12,7 @@ from strategies.common.joined_lists import lengths_of
 from strategies.common.names import did_you_mean
 from strategies.lightning.compat import MisconfigurationException, rank_zero_warn
 from strategies.lightning.features.feature import Feature
-from strategies.lightning.features.moving_layers import check_can_move, check_movable, refuse
+from strategies.lightning.features.layers.moving_layers import check_can_move, check_movable, refuse
 from strategies.lightning.hooks import Undo
 from strategies.lightning.options import Options, Rebalance
 from strategies.lightning.run import Preparation, Run

@@ -72,8 +72,8 @@ ELSEWHERE: dict[str, list[str]] = {
         "unit/test_rpc_sequential.py",
         "integration/parity/training/test_parity_batchnorm.py",
     ],
-    "strategies/lightning/features/construction.py": ["integration/models/test_configure_model.py"],
-    "strategies/lightning/features/division.py": [
+    "strategies/lightning/features/layers/construction.py": ["integration/models/test_configure_model.py"],
+    "strategies/lightning/features/layers/division.py": [
         "integration/parity/schedules/test_parity_auto.py",
         "integration/parity/schedules/test_parity_rebalance.py",
     ],
@@ -82,7 +82,7 @@ ELSEWHERE: dict[str, list[str]] = {
         "integration/parity/training/test_parity_gradients.py",
     ],
     "strategies/lightning/features/recovery.py": ["integration/pipeline/test_recovery.py"],
-    "strategies/lightning/features/replicas.py": [
+    "strategies/lightning/features/pipelines/replicas.py": [
         "integration/replicas/test_replicas.py",
         "integration/replicas/test_replicas_features.py",
     ],

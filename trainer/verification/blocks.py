@@ -12,7 +12,7 @@ from torch import nn
 from strategies.common.patching import replaced
 from strategies.common.stage_layers import kinds_of
 from strategies.lightning.compat import LightningModule, MisconfigurationException, is_overridden
-from strategies.lightning.features.construction import ModelConstruction
+from strategies.lightning.features.layers.construction import ModelConstruction
 from strategies.lightning.partitioning import find_path
 
 _COUNTS = (

@@ -6,7 +6,7 @@ import pytest
 import torch
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
-from strategies.lightning.features.moving_layers import check_movable, moves
+from strategies.lightning.features.layers.moving_layers import check_movable, moves
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from strategies import RPCSequentialStrategy
-from strategies.lightning.features.tensor_parallel import digest, plan_of
+from strategies.lightning.features.pipelines.tensor_parallel import digest, plan_of
 from strategies.pipeline.recovery.repairs import Recovery
 from strategies.sharding.divided_layers import DividedModel
 from trainer import Trainer
