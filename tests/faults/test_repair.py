@@ -16,7 +16,7 @@ import pytest
 import pytorch_lightning as pl
 import repair_job
 from harness import run
-from parity import accelerator
+from parity import accelerator, on_cpus
 from pytorch_lightning.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from pytorch_lightning.profilers import PyTorchProfiler
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
@@ -30,6 +30,7 @@ from repair_job import (
     Meddler,
     Net,
     Scaler,
+    SlowAgainNet,
     SometimesNet,
     StreamNet,
 )
@@ -64,6 +65,8 @@ SAVING: Kills = {
     13: ["on_save_checkpoint-0", "on_save_checkpoint-1"],
 }
 """While the state of a stage is collected for a checkpoint, and before it is fetched or written."""
+WHILE_SAVING: Kills = {5: ["on_save_checkpoint-1"]}
+"""When the state of a stage has been collected, and before it is fetched or written."""
 TEARDOWN: Kills = {13: ["at-end-0", "at-end-1"]}
 """While weights and optimizer states return to the driver."""
 
@@ -92,6 +95,11 @@ CASES: dict[str, Case] = {
         {"options": {"state_dict_type": "sharded", "async_save": True}, **EACH_BATCH},
         [(EVERY_STEP, 1), (SAVING, 3)],
     ),
+    "slow_again": ({"options": {"async_save": True}, "net": SlowAgainNet, **EACH_BATCH}, [(WHILE_SAVING, 4)]),
+    "slow_again_sharded": (
+        {"options": {"state_dict_type": "sharded"}, "net": SlowAgainNet, **EACH_BATCH},
+        [(WHILE_SAVING, 4)],
+    ),
     "manual": (MANUAL, BOTH),
     "manual_between": ({**MANUAL, "profiler": "simple"}, [(BETWEEN, 1), (BETWEEN, 4)]),
     "scaler": ({"scaler": True, "gradient_clip_val": 0.1}, BOTH),
@@ -113,7 +121,7 @@ CASES: dict[str, Case] = {
         [({4: ["backward-0"], 9: ["step-1"]}, 1)],
     ),
 }
-SLOW = ("gpipe", "1f1b", "between_steps", "validation", "teardown", "saving", "manual", "hang")
+SLOW = ("gpipe", "1f1b", "between_steps", "validation", "teardown", "saving", "slow_again", "manual", "hang")
 """Those of ``make slow``: each place of a kill, and each way of optimization."""
 
 
@@ -276,6 +284,7 @@ def monitored() -> Any:
     return {"rows": rows, "repairs": [event for event in events if event["event"] == "repair"]}
 
 
+@on_cpus  # where layers can move
 @pytest.mark.slow
 def test_the_monitor_notes_each_repair() -> None:
     """That in ``teardown`` too."""

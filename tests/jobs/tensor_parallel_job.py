@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from parity import placed
 from pytorch_lightning import LightningModule, seed_everything
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -31,7 +32,6 @@ from trainer import Trainer
 
 WORDS, WIDTH, LENGTH, ROWS, GLOBAL_BATCH = 32, 16, 6, 24, 8
 SETTINGS: dict[str, Any] = {
-    "accelerator": "cpu",
     "precision": "64-true",
     "max_epochs": 2,
     "gradient_clip_val": 0.5,
@@ -176,7 +176,8 @@ def made(name: str) -> Language:
 def fit(
     model: Language, strategy: Any, devices: int, ckpt_path: Any = None, **settings: Any
 ) -> tuple[Language, Trainer]:
-    trainer = Trainer(strategy=strategy, devices=devices, use_distributed_sampler=False, **{**SETTINGS, **settings})
+    arguments = placed(strategy, devices, **{**SETTINGS, **settings})
+    trainer = Trainer(strategy=strategy, use_distributed_sampler=False, **arguments)
     trainer.fit(model, ckpt_path=ckpt_path)
     return model, trainer
 

@@ -431,7 +431,7 @@ class _Question:
             self.result = Future()
             self._stage.call(calls, self.result)
         elif not _DECLARATIONS[calls[-1][0]].only_reads:
-            self._stage.call(calls, Future())
+            self._stage.repeat(calls)
         elif len(calls) > 1:
             self._stage.transmit(pickle.dumps(calls[:-1]))
 
@@ -498,9 +498,10 @@ class Reply(Generic[R]):
         self._stage, self._function, self._args, self._is_logged = stage, function, args, is_logged
 
     def run(self) -> None:
-        """Call the function."""
+        """Call the function, after a new process has reached the state that the function may depend on."""
         with self._stage.undisturbed():
             self._failures = self._stage.present_failures
+            self._stage.wait_for_repeated()
             self._reply = self._stage.begin_beside(self._function, *self._args)
 
     def run_again(self) -> None:
@@ -570,6 +571,8 @@ class RemoteStage(NotCopyable):
         self._followed: Future[Any] = Future()
         """Done when the stage no longer follows its link."""
         self._log: StageLog | None = None
+        self._repeated: Future[Any] | None = None
+        """The last command that the stage repeats although its result has arrived before."""
         self._numbers = itertools.count()
         self.version = 0
         """Changes whenever the stage may have changed a parameter, a buffer or a gradient."""
@@ -608,7 +611,7 @@ class RemoteStage(NotCopyable):
         """
         self._name, self._host, self.process, self.failures = name, host, process, failures
         self._number, self._replies, self._lost = 0, _InOrder(), Future()
-        self._link, self._followed = None, Future()
+        self._link, self._followed, self._repeated = None, Future(), None
 
     def keep_log(self, log: StageLog) -> None:
         """Keep the commands to the stage in a log from now on."""
@@ -746,6 +749,17 @@ class RemoteStage(NotCopyable):
         settle = partial(self._settle, done=done, called=called)
         reply.add_done_callback(lambda reply: called.replies.arrived(number, partial(settle, reply)))
         self.transmit(pickle.dumps(number))  # last: after an interrupt, the next call sends it
+
+    def repeat(self, calls: Sequence[Call]) -> None:
+        """Send commands again, of which the last has a result that has arrived before."""
+        repeated = Future[Any]()
+        self.call(calls, repeated)
+        self._repeated = repeated
+
+    def wait_for_repeated(self) -> None:
+        """Wait until the stage has repeated the commands of :meth:`repeat`, or has failed."""
+        if self._repeated is not None:
+            wait([self._repeated])
 
     def beside(self, function: Callable[..., R], *args: Any, is_logged: bool = False) -> Reply[R]:
         """Call ``function(host, ...)`` in the process of the stage, on a thread of RPC, while commands run.

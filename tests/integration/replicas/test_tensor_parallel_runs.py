@@ -11,9 +11,8 @@ import pytest
 import tensor_parallel_job as job
 import torch
 from harness import run
-from parity import alike
+from parity import alike, one_device
 from pytorch_lightning import seed_everything
-from pytorch_lightning.strategies import SingleDeviceStrategy
 from scripts import Script
 
 from strategies import RPCSequentialStrategy
@@ -27,7 +26,7 @@ IN_FLOAT32 = 1e-6
 def single(case: str, folder: Path, **settings: Any) -> dict[str, Any]:
     """One process; with dropout, a pipeline of one stage, whose masks are the same."""
     name, _, own = job.CASES[case]
-    strategy: Any = SingleDeviceStrategy("cpu")
+    strategy: Any = one_device()
     if case == "dropout":
         strategy = RPCSequentialStrategy(microbatches=2, checkpoint="never")
     made = job.made(name)
