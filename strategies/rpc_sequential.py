@@ -41,6 +41,7 @@ from strategies.lightning.features.feature import (
     features_of,
     overriding,
 )
+from strategies.lightning.features.kept_seeds import LayerSeeds
 from strategies.lightning.features.layers.construction import ModelConstruction
 from strategies.lightning.features.layers.division import Division
 from strategies.lightning.features.layers.hugging_face import HuggingFaceModels
@@ -51,7 +52,6 @@ from strategies.lightning.features.pipelines.tensor_parallel import TensorParall
 from strategies.lightning.features.precision import PrecisionOnStages
 from strategies.lightning.features.profiler import ProfilerOnStages
 from strategies.lightning.features.recovery import LostWorkers
-from strategies.lightning.features.seeds import LayerSeeds
 from strategies.lightning.features.summary import SummaryOfStages
 from strategies.lightning.hooks import Undo, follow_optimizers
 from strategies.lightning.launch.replicas import ReplicatedStrategy

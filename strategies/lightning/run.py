@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from strategies.checkpoint.stages import StageStates
+from strategies.checkpoint.pipeline_checkpoint import StageStates
 from strategies.common.joined_lists import lengths_of
 from strategies.lightning.arguments import as_misconfiguration
 from strategies.lightning.compat import LightningModule, Precision, PyTorchProfiler, Trainer, TrainerFn

@@ -32,8 +32,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from strategies.common.generators import generator_states, used_since
 from strategies.common.patching import replaced
+from strategies.common.random_seeds import generator_states, used_since
 from strategies.common.torch_compat import tree_map_only
 
 INSTEAD = (

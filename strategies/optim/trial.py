@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from strategies.common.generators import generator_states, used_since
+from strategies.common.random_seeds import generator_states, used_since
 from strategies.optim.calls import INSTEAD, draws_message, hyperparameters, set_hyperparameters
 from strategies.optim.restricted import parameters_of
 from strategies.optim.small_copies import WAYS, CopyingWay, Rows, mode_switch, undisturbed

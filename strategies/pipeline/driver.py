@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from strategies.common.joined_lists import lengths_of, parts_of
 from strategies.common.patching import replaced
+from strategies.common.random_seeds import Seeds
 from strategies.common.stage_layers import StageLayers, describe, kinds_of, locate
 from strategies.common.torch_compat import convert_tensors, replacing_conversion, without_torch_function
 from strategies.common.waiting import Wait, wait_here
@@ -62,7 +63,7 @@ from strategies.pipeline.partition.sequential import Pipelined, cut
 from strategies.pipeline.recovery.recovery import Recoverer
 from strategies.pipeline.recovery.repairs import Recovery, Repair
 from strategies.pipeline.stage.edges import Edges
-from strategies.pipeline.stage.layers import PassContext, Seeds, call_in_turn
+from strategies.pipeline.stage.layers import PassContext, call_in_turn
 from strategies.pipeline.stage.microbatch.split import NoChunk
 from strategies.pipeline.stage.recorder import ActionRecorder
 from strategies.pipeline.stage.records import Recorded

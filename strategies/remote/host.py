@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 
 from strategies.commands.host import Host
 from strategies.common.activity import Activity
+from strategies.common.random_seeds import preserved_random_state
 from strategies.common.torch_compat import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from strategies.common.trees import tensors_in
 from strategies.optim.calls import hyperparameters, set_hyperparameters
-from strategies.pipeline.stage.layers import preserved_random_state
 from strategies.remote.commands import ModuleCommands
 
 

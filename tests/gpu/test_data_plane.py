@@ -15,9 +15,10 @@ from parity import Small, batches, compare, fit
 from torch import Tensor, nn
 
 from strategies import RPCSequentialStrategy
+from strategies.common.random_seeds import Seeds
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
-from strategies.pipeline.stage.layers import PassContext, Seeds
+from strategies.pipeline.stage.layers import PassContext
 
 pytestmark = pytest.mark.gpu
 

@@ -9,9 +9,9 @@ from harness import run
 from torch import nn
 
 from strategies import DDPStrategy, RPCSequentialStrategy
+from strategies.common.random_seeds import Seeds
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
-from strategies.pipeline.stage.layers import Seeds
 
 pytestmark = pytest.mark.gpu
 

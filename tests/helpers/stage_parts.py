@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from strategies.common.random_seeds import Seeds
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
-from strategies.pipeline.stage.layers import Seeds
 
 CPU = torch.device("cpu")
 

@@ -21,7 +21,7 @@ from torch.distributed import checkpoint as dcp
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from strategies import DDPStrategy, RPCSequentialStrategy, ZeROStrategy
-from strategies.checkpoint.stages import plan_shard, write_shard
+from strategies.checkpoint.pipeline_checkpoint import plan_shard, write_shard
 from trainer import Trainer
 
 ROWS, GLOBAL_BATCH = 24, 8

@@ -26,7 +26,7 @@ ELSEWHERE: dict[str, list[str]] = {
         "integration/models/test_configure_model.py",
     ],
     "strategies/common/names.py": ["unit/trainer/test_trainer.py", "integration/trainer/test_script_form.py"],
-    "strategies/common/generators.py": [
+    "strategies/common/random_seeds.py": [
         "unit/pipeline/stage/test_python_generator.py",
         "unit/trainer/test_random_state.py",
     ],
@@ -86,7 +86,7 @@ ELSEWHERE: dict[str, list[str]] = {
         "integration/replicas/test_replicas.py",
         "integration/replicas/test_replicas_features.py",
     ],
-    "strategies/lightning/features/seeds.py": ["integration/checkpoint/test_checkpoint_resume.py"],
+    "strategies/lightning/features/kept_seeds.py": ["integration/checkpoint/test_checkpoint_resume.py"],
     "strategies/lightning/options.py": ["unit/test_rpc_sequential.py", "unit/lightning/test_arguments.py"],
     "strategies/lightning/run.py": ["unit/test_rpc_sequential.py"],
     "strategies/lightning/whole_batch.py": ["integration/parity/training/test_parity_steps.py"],
@@ -135,8 +135,8 @@ ELSEWHERE: dict[str, list[str]] = {
         "unit/pipeline/state/test_remote_operations.py",
         "unit/pipeline/state/test_stage_state.py",
     ],
-    "strategies/pipeline/control/parts.py": ["unit/checkpoint/test_stages.py"],
-    "strategies/pipeline/control/shelf.py": ["unit/checkpoint/test_stages.py"],
+    "strategies/pipeline/control/parts.py": ["unit/checkpoint/test_pipeline_checkpoint.py"],
+    "strategies/pipeline/control/shelf.py": ["unit/checkpoint/test_pipeline_checkpoint.py"],
     "strategies/pipeline/driver.py": [
         "unit/pipeline/stage/test_stage.py",
         "integration/pipeline/test_pipeline_engine.py",
@@ -186,14 +186,14 @@ ELSEWHERE: dict[str, list[str]] = {
     "strategies/pipeline/stage/side_outputs.py": ["integration/parity/values/test_side_outputs.py"],
     "strategies/pipeline/state/held.py": [
         "unit/pipeline/state/test_stage_state.py",
-        "unit/checkpoint/test_stages.py",
+        "unit/checkpoint/test_pipeline_checkpoint.py",
     ],
     "strategies/pipeline/state/returning.py": [
         "integration/pipeline/test_pipeline_engine.py",
         "integration/parity/schedules/test_parity_rebalance.py",
     ],
-    "strategies/pipeline/state/shelved.py": ["unit/checkpoint/test_stages.py"],
-    "strategies/pipeline/state/state_dict.py": ["unit/checkpoint/test_stages.py"],
+    "strategies/pipeline/state/shelved.py": ["unit/checkpoint/test_pipeline_checkpoint.py"],
+    "strategies/pipeline/state/state_dict.py": ["unit/checkpoint/test_pipeline_checkpoint.py"],
     "strategies/pipeline/transport/interface.py": [
         "unit/pipeline/worker/test_hosted.py",
         "unit/pipeline/state/test_stage_state.py",
@@ -222,8 +222,9 @@ ELSEWHERE: dict[str, list[str]] = {
     ],
     "strategies/sharding/transfer.py": ["integration/data_parallel/test_zero.py"],
     "trainer/cli/command.py": ["unit/trainer/test_cli.py"],
+    "trainer/cli/one_line_errors.py": ["unit/trainer/test_cli.py"],
     "trainer/cli/lightning_cli.py": ["unit/trainer/test_cli.py", "integration/trainer/test_import_lightning.py"],
-    "trainer/cli/messages.py": ["unit/trainer/test_cli.py"],
+    "trainer/cli/parser_messages.py": ["unit/trainer/test_cli.py"],
     "trainer/cli/model_class.py": ["unit/lightning/test_packages.py", "integration/trainer/test_import_lightning.py"],
     "trainer/cli/parser.py": ["unit/trainer/test_cli.py"],
     "trainer/cli/saved_config.py": ["unit/trainer/test_cli.py"],

@@ -1,45 +1,43 @@
 """The command line ``python -m trainer {fit,validate,test,predict,plan,verify}``: LightningCLI with Relay's Trainer.
 
-A mistake in the configuration ends the program with one line on stderr and exit status 2. It is found while
+A mistake in the configuration ends the program with one line on stderr and exit status 2
+(``trainer.cli.one_line_errors``). It is found while
 
 1. parsing: unknown keys and classes, wrong types (``trainer.cli.parser``), interpolations of unknown keys;
 2. building strategy, model, data and Trainer: arguments that a constructor refuses;
 3. setting up the run: settings that a strategy refuses for this model.
-
-Errors after that are not mistakes in the configuration, and keep their traceback.
 """
 
-import os
 import sys
-import time
-import traceback
 from argparse import SUPPRESS
 from contextlib import suppress
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, NoReturn
+from typing import Any
 
 from omegaconf.errors import OmegaConfBaseException
 
 from strategies.common.names import PLUGINS
-from strategies.lightning.compat import MisconfigurationException, rank_zero_only, run_stage_function
+from strategies.lightning.compat import MisconfigurationException
 from trainer.cli.lightning_cli import ArgsType, LightningArgumentParser, LightningCLI
-from trainer.cli.messages import of_other_package
 from trainer.cli.model_class import longest_import
+from trainer.cli.one_line_errors import (
+    end_with,
+    is_after_set_up,
+    is_refused_argument,
+    is_refused_in_set_up,
+    not_weights_only,
+)
 from trainer.cli.parser import ConstructorRaised, Parser
+from trainer.cli.parser_messages import of_other_package
 from trainer.cli.saved_config import SaveConfigBesideCheckpoints
 from trainer.trainer import Trainer, resolve_strategy
-
-_HEAD_START_SECONDS = 10.0
-"""How long other ranks wait for rank 0 to print the error, because torchrun ends all ranks when one rank ends."""
 
 _EPILOG = "python -m trainer report RUN_FOLDER writes one HTML file that shows a run."
 """``report`` takes no configuration, and ``trainer.cli`` runs it before Lightning is imported."""
 
 _ONLY_IN_SAVED = ("ckpt_path", "weights_only")
 """Keys of the configuration that ``fit`` saves which are not options of ``plan`` or ``verify``."""
-
-_OURS = ("strategies", "trainer", "pytorch_lightning", "lightning_fabric", "lightning")
 
 
 def run(args: list[str] | None) -> None:
@@ -92,7 +90,7 @@ class _CLI(LightningCLI):
                     raise ValueError(f"trainer.strategy: {reason}")
                 resolve_strategy(strategy)
         except (OmegaConfBaseException, ValueError) as mistake:
-            _end(mistake)
+            end_with(mistake)
 
     def _parse_ckpt_path(self) -> None:
         try:
@@ -100,7 +98,7 @@ class _CLI(LightningCLI):
         except UnpicklingError as refused:
             given = self.config[self.config.subcommand]
             if given.get("weights_only") is not False:  # then hyperparameters come from the configuration
-                _end(refused, _not_weights_only(given.ckpt_path, refused))
+                end_with(refused, not_weights_only(given.ckpt_path, refused))
 
     def _add_instantiators(self) -> None:
         super()._add_instantiators()  # for model and data
@@ -110,13 +108,13 @@ class _CLI(LightningCLI):
         try:
             super().instantiate_classes()
         except ConstructorRaised as raised:
-            if not _is_refusal(raised.error):
+            if not is_refused_argument(raised.error):
                 raise raised.error from raised.error.__cause__
-            _end(raised.error)
+            end_with(raised.error)
         except (MisconfigurationException, ValueError, TypeError) as mistake:  # of the Trainer
-            if not _is_refusal(mistake):
+            if not is_refused_argument(mistake):
                 raise
-            _end(mistake)
+            end_with(mistake)
 
     def verify(self, **arguments: Any) -> None:
         """Run the command ``verify`` in place of the Trainer's method. Exit status 1 means that results are wrong."""
@@ -129,13 +127,13 @@ class _CLI(LightningCLI):
             super()._run_subcommand(subcommand)
         except UnpicklingError as refused:
             path = self.config[subcommand].get("ckpt_path")
-            if path is None or _is_after_set_up(refused):  # the user's code has read another file
+            if path is None or is_after_set_up(refused):  # the user's code has read another file
                 raise
-            _end(refused, _not_weights_only(path, refused))
+            end_with(refused, not_weights_only(path, refused))
         except (MisconfigurationException, ValueError, TypeError) as mistake:
-            if _is_after_set_up(mistake) or not (isinstance(mistake, MisconfigurationException) or _is_ours(mistake)):
+            if not is_refused_in_set_up(mistake):
                 raise
-            _end(mistake)
+            end_with(mistake)
 
 
 def _spell_out_strategy(args: list[str]) -> list[str]:
@@ -144,56 +142,3 @@ def _spell_out_strategy(args: list[str]) -> list[str]:
         return args
     spelled = {f"--trainer.strategy={name}": f"--trainer.strategy=strategies.{cls}" for name, cls in PLUGINS.items()}
     return [spelled.get(arg, arg) for arg in args]
-
-
-def _frames(mistake: BaseException) -> list[tuple[str, str, str]]:
-    """Return module, function and line of each frame. The last frame raised the error."""
-    return [
-        (frame.f_globals.get("__name__", ""), frame.f_code.co_name, f"{frame.f_code.co_filename}:{line}")
-        for frame, line in traceback.walk_tb(mistake.__traceback__)
-    ]
-
-
-def _is_ours(mistake: BaseException) -> bool:
-    """Return whether code of Relay or Lightning raised the error, and not code that they called."""
-    return _frames(mistake)[-1][0].split(".")[0] in _OURS
-
-
-def _is_refusal(error: Exception) -> bool:
-    """Return whether a constructor refused its arguments. A ``TypeError`` in user code counts as a bug."""
-    return isinstance(error, MisconfigurationException | ValueError) or (
-        isinstance(error, TypeError) and _is_ours(error)
-    )
-
-
-def _is_after_set_up(mistake: BaseException) -> bool:
-    """Return whether the error came after set-up, when the loops had begun to run."""
-    run_stage = run_stage_function()
-    return (run_stage.__module__, run_stage.__name__) in [frame[:2] for frame in _frames(mistake)]
-
-
-def _end(mistake: Exception, told: str = "") -> NoReturn:
-    # Every rank refuses the same configuration; one line is enough.
-    if getattr(rank_zero_only, "rank", 0) == 0:
-        sys.stderr.write(f"error: {told or _one_line(mistake)}\n")
-    else:
-        starter, deadline = os.getppid(), time.monotonic() + _HEAD_START_SECONDS
-        while os.getppid() == starter and time.monotonic() < deadline:
-            time.sleep(0.05)
-    raise SystemExit(2) from mistake
-
-
-def _not_weights_only(path: str, refused: UnpicklingError) -> str:
-    told = str(refused).partition("\n\nCheck the documentation")[0]  # torch's, of many lines
-    reason = told.rpartition("WeightsUnpickler error:")[2].rpartition("\n\n")[2].strip().split(". ")[0].rstrip(".")
-    return (
-        f"{path} is not a checkpoint of tensors and plain types only, and nothing in it has been run or loaded: "
-        f"{reason}. If you trust its author, give --weights_only=false"
-    )
-
-
-def _one_line(mistake: Exception) -> str:
-    if isinstance(mistake, OmegaConfBaseException):
-        return f"{mistake.full_key}: {str(mistake).splitlines()[0]}"
-    where = "" if _is_ours(mistake) else f" ({_frames(mistake)[-1][2]})"
-    return " ".join(str(mistake).split()) + where

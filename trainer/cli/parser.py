@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from strategies.lightning.compat import type_of_argument
 from trainer.cli.lightning_cli import LightningArgumentParser
-from trainer.cli.messages import classes_in, condense, of_other_package, unknown_class, unknown_key
+from trainer.cli.parser_messages import classes_in, condense, of_other_package, unknown_class, unknown_key
 
 _UNRECOGNIZED = "unrecognized arguments: "
 _NO_MODEL = re.compile(r"the following arguments are required: \w+\.model")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from strategies.common.generators import WORDS, words_of_python
+from strategies.common.random_seeds import WORDS, words_of_python
 
 Generator = torch.Generator | random.Random | np.random.RandomState | np.random.Generator
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol, TypedDict
 
 from torch.optim import Optimizer
 
+from strategies.common.random_seeds import Seeds
 from strategies.launch.rounds import Rounds
 from strategies.launch.session import Peers
 from strategies.lightning.compat import MisconfigurationException
@@ -21,7 +22,6 @@ from strategies.pipeline.construction.recording import Construction
 from strategies.pipeline.driver import ModelCopy, Pipeline
 from strategies.pipeline.optim.replicas import Replicas
 from strategies.pipeline.recovery.repairs import Recovery
-from strategies.pipeline.stage.layers import Seeds
 from strategies.sharding.divided_layers import DividedModel
 
 

@@ -1,12 +1,13 @@
 """Run the forward and backward passes of micro-batches interleaved (every schedule but ``gpipe``).
 
 The user's code runs once per micro-batch and is suspended where it calls the module (:mod:`.suspended`). The diagram
-shows three stages, with the driver as the last stage. ``b`` is the code before the call, ``a`` the code after the call
-(the loss):
+shows three stages, with the driver as the last stage. ``b`` is the code before the call, ``r`` the code after the call
+(the loss) and its backward pass. If the code before the call has parameters, ``a`` is its backward pass, after ``B``
+of stage 0:
 
     stage 0     F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
     stage 1     .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
-    driver   b0 b1 b2 b3 F0 a0 B0 F1 a1 B1 F2 a2 B2 F3 a3 B3
+    driver   b0 b1 b2 b3 F0 r0 B0 F1 r1 B1 F2 r2 B2 F3 r3 B3
 
 If there are several lists of layers, each list is one more round over the stages, and the code between two lists runs
 after the driver's chunk of the earlier list (``b``, as the code before a call) and before the backward pass of this
@@ -32,13 +33,14 @@ from torch import Tensor, nn
 
 from strategies.common.autograd import GatheredGradients, with_backward
 from strategies.common.joined_lists import names_of
+from strategies.common.random_seeds import layer_seed, preserved_random_state
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.executor.executor import Executor, PendingPass
 from strategies.pipeline.executor.suspended import Steps, SuspendedStep
 from strategies.pipeline.schedule.operations import Operation, Post, Result, Row, UserCode
 from strategies.pipeline.schedule.tables import Action
 from strategies.pipeline.stage.edges import leaves_of, tensors_of, with_leaves
-from strategies.pipeline.stage.layers import PassContext, layer_seed, preserved_random_state
+from strategies.pipeline.stage.layers import PassContext
 from strategies.pipeline.stage.microbatch.split import pack_objects, plain, unpack_objects
 from strategies.pipeline.stage.passes import Pass
 from strategies.pipeline.stage.recorder import ActionRecorder

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from greenlet import getcurrent, greenlet
 
-from strategies.common.generators import PythonGenerator
+from strategies.common.random_seeds import PythonGenerator, random_state, seed_device, set_random_state
 from strategies.common.torch_compat import (
     num_dispatch_modes,
     num_function_modes,
@@ -30,12 +30,7 @@ from strategies.common.torch_compat import (
     push_saved_tensors_hooks,
     top_saved_tensors_hooks,
 )
-from strategies.pipeline.stage.layers import (
-    PassContext,
-    random_state,
-    seed_device,
-    set_random_state,
-)
+from strategies.pipeline.stage.layers import PassContext
 
 
 class Abandoned(BaseException):

@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from strategies.common.patching import unchanged
-from strategies.pipeline.stage.layers import preserved_random_state
+from strategies.common.random_seeds import preserved_random_state
 
 
 def chains_of(model: nn.Module, paths: Sequence[str]) -> list[tuple[str, ...]]:

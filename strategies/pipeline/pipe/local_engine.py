@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from strategies.common.random_seeds import preserved_random_state
 from strategies.common.torch_compat import tree_flatten, tree_map_only, tree_unflatten
 from strategies.pipeline.pipe.with_device import Partition
 from strategies.pipeline.stage.calling import call_partition
-from strategies.pipeline.stage.layers import Flags, Layers, PassContext, ReusedInput, preserved_random_state
+from strategies.pipeline.stage.layers import Flags, Layers, PassContext, ReusedInput
 from strategies.pipeline.stage.microbatch.chunks import has_tensor
 from strategies.pipeline.stage.microbatch.split import pack_objects, unpack_objects
 from strategies.pipeline.stage.skip import Key, skips_of

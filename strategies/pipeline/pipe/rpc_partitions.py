@@ -24,6 +24,7 @@ from torch.distributed import rpc
 
 from strategies.commands.host import Host, close
 from strategies.common.activity import Activity
+from strategies.common.random_seeds import RandomStateKeeper
 from strategies.common.stage_layers import StageLayers
 from strategies.common.torch_compat import rpc_is_initialized
 from strategies.pipeline.control.client import Failures, NotCopyable, RemoteStage, StageProcess
@@ -38,7 +39,7 @@ from strategies.pipeline.schedule.program import Programs, fill_drain_table
 from strategies.pipeline.schedule.tables import Placement
 from strategies.pipeline.stage.calling import call_partition
 from strategies.pipeline.stage.edges import Edges
-from strategies.pipeline.stage.layers import Before, PassContext, RandomStateKeeper, call_in_turn
+from strategies.pipeline.stage.layers import Before, PassContext, call_in_turn
 from strategies.pipeline.stage.microbatch.split import pack_objects, unpack_objects
 from strategies.pipeline.stage.passes import Pass
 from strategies.pipeline.stage.stage import Chunk, DriverCode, Stage, chunks_of

@@ -15,30 +15,23 @@ The caller transfers micro-batches and gradients: a :class:`~strategies.pipeline
 autograd graph of a ``Pipe`` in one process.
 """
 
-import hashlib
-import random
-import struct
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from strategies.common.random_seeds import RandomStateKeeper, draws_nothing, layer_seed, seed_device
 from strategies.common.torch_compat import (
     BatchNorm,
     NormBase,
-    backward_hooks,
     compiled_call,
-    forward_hooks,
-    gradient_hooks,
-    has_global_hooks,
     profiler_is_on,
     tree_leaves,
     tree_map_only,
@@ -198,178 +191,6 @@ class PassContext:
         finally:
             if torch.get_default_dtype() != dtype:
                 torch.set_default_dtype(dtype)
-
-
-# Random numbers
-
-
-class Seeds:
-    """Returns a seed for each pass, from two sequences that continue over several runs and over a checkpoint.
-
-    Training passes have a separate sequence, so the number of validation passes does not change the training.
-
-    Args:
-        base: Determines both sequences.
-    """
-
-    def __init__(self, base: int) -> None:
-        self._base, self._num_training, self._num_others = base, 0, 0
-
-    @classmethod
-    def ahead_of_the_process(cls) -> "Seeds":
-        """Use the next number of the process's generator as the base, without advancing the generator."""
-        generator = torch.Generator()
-        generator.set_state(torch.get_rng_state())
-        return cls(int(torch.randint(2**62, (), generator=generator)))
-
-    def next(self, training: bool, replica: int = 0) -> int:
-        """Return the seed of the next pass, which differs between replicas."""
-        if training:
-            self._num_training += 1
-            return _hashed(self._base, 1, self._num_training, replica)
-        self._num_others += 1
-        return _hashed(self._base, 0, self._num_others, replica)
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the base of the sequences and the positions in them, as integers."""
-        return {"base": self._base, "num_training": self._num_training, "num_others": self._num_others}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
-        self._base, self._num_training, self._num_others = (
-            int(state[name]) for name in ("base", "num_training", "num_others")
-        )
-
-
-def layer_seed(seed: int, microbatch: int, layer: int) -> int:
-    """The seed of one layer for one micro-batch, in a pass with ``seed``."""
-    return _hashed(seed, microbatch, layer)
-
-
-def seed_device(seed: int, device: torch.device) -> None:
-    """Seed torch on the CPU and on ``device``, and Python's ``random``; not numpy, which takes 0.1 ms to restore."""
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(seed)
-
-
-def random_state(device: torch.device, python: Any = random) -> list[Any]:
-    """The state of the generators that :func:`seed_device` seeds.
-
-    Args:
-        device: The device.
-        python: The object with ``getstate`` and ``setstate`` of Python's generator.
-    """
-    cuda = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-    return [python.getstate(), torch.get_rng_state(), *cuda]
-
-
-def set_random_state(state: list[Any], device: torch.device, python: Any = random) -> None:
-    """Restore the state that :func:`random_state` returned."""
-    python.setstate(state[0])
-    torch.set_rng_state(state[1])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state[2], device)
-
-
-@contextmanager
-def preserved_random_state(device: torch.device) -> Iterator[None]:
-    """Restore the process's random state after the body."""
-    state = random_state(device)
-    try:
-        yield
-    finally:
-        set_random_state(state, device)
-
-
-class ProcessRandomState:
-    """The current state of the generators of a process, for optimizers that draw random numbers.
-
-    Layers do not need it, because they are seeded for each pass.
-
-    Args:
-        device: The device whose generator is used, in addition to the CPU.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._state, self._numpy = device, random_state(device), numpy.random.get_state()
-
-    def restore(self) -> None:
-        """Set the generators to this state."""
-        set_random_state(self._state, self._device)
-        numpy.random.set_state(self._numpy)
-
-
-class RandomStateKeeper:
-    """Restores the random state of the process after a part of a pass, if layers have drawn random numbers in it.
-
-    Args:
-        devices: The devices whose generators layers use, in addition to the CPU.
-    """
-
-    def __init__(self, *devices: torch.device) -> None:
-        self._devices, self._depth = devices, 0
-        self._states: list[list[Any]] | None = None
-
-    @contextmanager
-    def preserving(self) -> Iterator[None]:
-        """Restore the state after the body, if :meth:`keep` has been called in it. May be nested."""
-        self._depth += 1
-        try:
-            yield
-        finally:
-            self._depth -= 1
-            if self._states is not None and not self._depth:
-                for state, device in zip(self._states, self._devices, strict=True):
-                    set_random_state(state, device)
-                self._states = None
-
-    def keep(self) -> None:
-        """Store the state, before it changes for the first time."""
-        if self._depth and self._states is None:
-            self._states = [random_state(device) for device in self._devices]
-
-
-_KINDS_THAT_DRAW_NOTHING = frozenset(
-    {
-        *(nn.Sequential, nn.Identity, nn.Flatten, nn.Unflatten, nn.Upsample, nn.PixelShuffle, nn.ZeroPad2d),
-        *(nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag),
-        *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-        *(nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
-        *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
-        *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d),
-        *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.GLU),
-        *(nn.Sigmoid, nn.LogSigmoid, nn.Tanh, nn.Softplus, nn.Softmax, nn.LogSoftmax),
-        *(nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid),
-    }
-)
-
-
-def _runs_code_of_others(tensor: Tensor | None) -> bool:
-    return tensor is not None and (type(tensor) not in (Tensor, nn.Parameter) or any(gradient_hooks(tensor)))
-
-
-def draws_nothing(layer: nn.Module) -> bool:
-    """Return whether a layer certainly draws no random numbers, because it runs only torch code that draws none.
-
-    A layer of any other class may draw random numbers.
-    """
-    return not has_global_hooks() and all(
-        type(module) in _KINDS_THAT_DRAW_NOTHING
-        and "forward" not in vars(module)
-        and compiled_call(module) is None
-        and not any((*forward_hooks(module), *backward_hooks(module)))
-        and not any(map(_runs_code_of_others, (*module._parameters.values(), *module._buffers.values())))
-        for module in layer.modules()
-    )
-
-
-def _hashed(*numbers: int) -> int:
-    """Return a 63-bit hash of ``numbers``, equal in every process and session."""
-    digest = hashlib.blake2b(struct.pack(f"<{len(numbers)}q", *numbers), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 # Recomputation

@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from strategies.common.activity import Activity
+from strategies.common.random_seeds import RandomStateKeeper
 from strategies.common.stage_layers import StageLayers
 from strategies.pipeline.schedule.operations import Post, Result, Row, Tied, UserCode
 from strategies.pipeline.schedule.tables import Action
 from strategies.pipeline.stage.edges import Edges, Ports, leaves_of, tensors_of, with_leaves
-from strategies.pipeline.stage.layers import CallLayers, Carried, Flags, Layers, RandomStateKeeper, ReusedInput
+from strategies.pipeline.stage.layers import CallLayers, Carried, Flags, Layers, ReusedInput
 from strategies.pipeline.stage.microbatch.split import pack_objects, unpack_objects
 from strategies.pipeline.stage.out_of_memory import DeviceMemory, Situation, explained, is_float32
 from strategies.pipeline.stage.passes import Pass

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from strategies.common.random_seeds import ProcessRandomState
 from strategies.common.stage_layers import StageLayers
 from strategies.common.torch_compat import EXTRA_STATE_KEY_SUFFIX, tree_map_only
 from strategies.optim.restricted import load_states, parameters_of, part_of, taken_apart
 from strategies.pipeline.construction.stored import Stored
 from strategies.pipeline.control.parts import Part, PartKind
 from strategies.pipeline.optim.replicas import SharedSteps
-from strategies.pipeline.stage.layers import ProcessRandomState
 from strategies.pipeline.state.mirror import plain_attributes, set_attributes
 from strategies.pipeline.state.objects import objects_of
 from strategies.pipeline.state.stage_state import StageState

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from strategies.common.random_seeds import ProcessRandomState
 from strategies.common.stage_layers import StageLayers
 from strategies.common.trees import flat
 from strategies.optim.restricted import move_states, numbers_of, put_together, restricted, taken_apart
-from strategies.pipeline.stage.layers import ProcessRandomState
 
 
 @dataclass

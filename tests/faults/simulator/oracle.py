@@ -128,6 +128,9 @@ def _endings_of(shape: Shape, fault: Fault) -> list[Ending]:
     if fault.kind == "terminate" and fault.role == DRIVER:
         is_early = fault.phase == ANY_MOMENT  # perhaps before Lightning handles the signal
         return [Ending(("SIGTERMException", "SystemExit"), statuses=(-15,) if is_early else ())]
+    if fault.kind == "nan" and fault.role == WORKER and (every_n_steps := shape.option("verify_every_n_steps")):
+        found = Ending(("ComputedWrongly",), "gave different values")  # it is not computed a second time
+        return [found] if every_n_steps == 1 else [GOES_ON, found]
     if fault.role == SERVER or fault.kind in ("terminate", "pause", "slow", "busy", "nan", "damaged"):
         return [GOES_ON]
     raising = _raising(fault)
@@ -316,7 +319,7 @@ def _of_nan(case: Case, outcome: Outcome) -> list[str]:
     """A value that is NaN ends no run; with a gradient scaler, no stage makes that step, otherwise every stage does."""
     results, wrong = outcome.results, []
     if results is None or results.error is not None:
-        return []  # which is wrong already
+        return []  # the end has been judged already
     is_nan = [batch for batch, loss in results.losses if loss != loss]
     has_scaler = case.shape.precision == "16-mixed"
     # With a scaler, later losses are not NaN. Then one of another replica is not seen here, and one that comes while a

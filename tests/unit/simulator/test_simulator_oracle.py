@@ -27,7 +27,7 @@ from tests.faults.simulator.cases import (
     draw,
     first_seed,
 )
-from tests.faults.simulator.oracle import Error, Outcome, Results, judge
+from tests.faults.simulator.oracle import GOES_ON, Error, Outcome, Results, endings, judge
 from tests.faults.simulator.report import markdown
 
 DRAWN = [draw(seed) for seed in range(1500)]
@@ -263,6 +263,15 @@ def test_a_value_that_is_not_a_number() -> None:
     assert "0 of 1 weights are NaN" in nan("32-true", from_then_on, 1.0)[0]
     assert "1 weights are NaN" in nan("16-mixed", once, torch.nan)[0]
     assert "the losses of batches [3] are NaN" in nan("32-true", once, torch.nan)[0]
+
+
+def test_a_value_that_is_not_a_number_in_a_verified_step() -> None:
+    fault = replace(KILLED, kind="nan")
+    for every_n_steps, may_go_on in ((0, True), (1, False), (2, True)):
+        shape = replace(SHAPE, options=(("verify_every_n_steps", every_n_steps),))
+        allowed = endings(Case(0, shape, (fault,)))
+        assert (GOES_ON in allowed) == may_go_on
+        assert any(ending.kinds == ("ComputedWrongly",) for ending in allowed) == bool(every_n_steps)
 
 
 def test_a_damaged_checkpoint() -> None:

@@ -20,8 +20,8 @@ from paths import ROOT
 from pytorch_lightning.callbacks import ModelCheckpoint
 
 from trainer.cli import main
-from trainer.cli.messages import condense, unknown_class, unknown_key
 from trainer.cli.parser import Parser
+from trainer.cli.parser_messages import condense, unknown_class, unknown_key
 from trainer.cli.saved_config import SaveConfigBesideCheckpoints
 
 ONE_DEVICE = "--trainer.strategy=auto"  # a run of it needs no process group in the process of the tests

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from strategies.common.patching import unchanged
+from strategies.common.random_seeds import preserved_random_state
 from strategies.common.stage_layers import dotted
 from strategies.common.torch_compat import CALL_ATTRIBUTE, tree_leaves, tree_map, tree_map_only
 from strategies.common.transformers_compat import collector_hidden
 from strategies.pipeline.partition.blocks.calls import changed_argument, objects_of
-from strategies.pipeline.stage.layers import preserved_random_state
 from strategies.pipeline.stage.microbatch.split import freeze
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from strategies.common.joined_lists import JoinedLists, lengths_of, parts_of
 from strategies.common.patching import replaced, unchanged
+from strategies.common.random_seeds import ProcessRandomState
 from strategies.common.stage_layers import dotted
 from strategies.common.torch_compat import (
     CALL_ATTRIBUTE,
@@ -49,12 +50,7 @@ from strategies.pipeline.partition.blocks.rows import (
     with_rows,
     with_tensors_replaced,
 )
-from strategies.pipeline.stage.layers import (
-    Before,
-    ProcessRandomState,
-    is_checkpointing,
-    is_recomputing,
-)
+from strategies.pipeline.stage.layers import Before, is_checkpointing, is_recomputing
 from strategies.pipeline.stage.microbatch.split import pack_objects, unpack_objects
 
 FindRows = Callable[[], list[bool] | None]

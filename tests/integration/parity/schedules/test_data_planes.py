@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from strategies import RPCSequentialStrategy
+from strategies.common.random_seeds import Seeds
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
-from strategies.pipeline.stage.layers import PassContext, Seeds
+from strategies.pipeline.stage.layers import PassContext
 from strategies.pipeline.transport.simulated import SimulatedLink
 
 pytestmark = on_cpus

@@ -18,7 +18,7 @@ from torch.nn.functional import dropout, mse_loss
 from torch.utils.checkpoint import checkpoint
 
 from strategies import RPCSequentialStrategy
-from strategies.pipeline.stage.layers import Seeds
+from strategies.common.random_seeds import Seeds
 
 NUM_LAYERS, MICROBATCHES, EPOCHS = 6, 3, 3
 SIZES = (8, 7, 2)

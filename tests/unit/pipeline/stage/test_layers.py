@@ -10,7 +10,8 @@ from harness import run
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from strategies.pipeline.stage.layers import PassContext, draws_nothing
+from strategies.common.random_seeds import draws_nothing
+from strategies.pipeline.stage.layers import PassContext
 
 
 class OwnLinear(nn.Linear):

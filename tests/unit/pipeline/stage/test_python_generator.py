@@ -5,8 +5,7 @@ import random
 import pytest
 from torch import device
 
-from strategies.common.generators import PythonGenerator
-from strategies.pipeline.stage.layers import preserved_random_state
+from strategies.common.random_seeds import PythonGenerator, preserved_random_state
 
 
 @pytest.mark.parametrize("has_memory", [True, False])

@@ -10,11 +10,12 @@ from stage_parts import CPU, assert_same_gradients, pipelined
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from strategies.common.random_seeds import RandomStateKeeper, Seeds
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.stage.edges import Mailbox
 from strategies.pipeline.stage.layers import RECOMPUTE_MODES as MODES
-from strategies.pipeline.stage.layers import RandomStateKeeper, Seeds, is_recomputing
+from strategies.pipeline.stage.layers import is_recomputing
 from strategies.pipeline.transport.channel import Arrived
 
 

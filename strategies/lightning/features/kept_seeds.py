@@ -5,9 +5,9 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from strategies.common.random_seeds import Seeds
 from strategies.lightning.features.feature import Feature, PipelineArguments
 from strategies.lightning.run import Preparation
-from strategies.pipeline.stage.layers import Seeds
 
 
 class LayerSeeds(Feature):

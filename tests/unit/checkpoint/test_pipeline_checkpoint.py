@@ -16,7 +16,7 @@ from parity import alike
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from strategies.checkpoint.stages import StageStates
+from strategies.checkpoint.pipeline_checkpoint import StageStates
 from strategies.checkpoint.store import load_sharded, sharded_tensors
 from strategies.checkpoint.writer import snapshot
 from strategies.common.activity import Activity
