@@ -53,10 +53,11 @@ from strategies.lightning.features.precision import PrecisionOnStages
 from strategies.lightning.features.profiler import ProfilerOnStages
 from strategies.lightning.features.recovery import LostWorkers
 from strategies.lightning.features.summary import SummaryOfStages
+from strategies.lightning.finding_blocks import find_module
 from strategies.lightning.hooks import Undo, follow_optimizers
 from strategies.lightning.launch.replicas import ReplicatedStrategy
 from strategies.lightning.options import Options, Rebalance, Schedule
-from strategies.lightning.partitioning import find_module, is_called_in_reverse
+from strategies.lightning.partitioning import is_called_in_reverse
 from strategies.lightning.run import Preparation, Run, TrainingStep, stages_of_chunks
 from strategies.lightning.search_settings import DEFAULT_MICROBATCHES
 from strategies.lightning.strategy_plugin import StrategyPlugin

@@ -43,19 +43,11 @@ from strategies.lightning.compat import (
 )
 from strategies.lightning.features.loss_weights import check_loss_weight
 from strategies.lightning.features.per_microbatch import check_automatic_optimization, num_gradient_sets, split_for
+from strategies.lightning.finding_blocks import described, find_module, find_path
 from strategies.lightning.hooks import collect_logs
 from strategies.lightning.launch.replicas import ReplicatedStrategy
 from strategies.lightning.options import Options
-from strategies.lightning.partitioning import (
-    FoundExample,
-    described,
-    find_example,
-    find_module,
-    find_path,
-    is_called_in_reverse,
-    measuring,
-    with_threads,
-)
+from strategies.lightning.partitioning import FoundExample, find_example, is_called_in_reverse, measuring, with_threads
 from strategies.optim.costs import StepCost, StepCosts
 from strategies.optim.trial import check_divisible
 from strategies.pipeline.executor.settings import Settings

@@ -27,7 +27,7 @@ from strategies import Recovery, RPCSequentialStrategy, Schedule
 from strategies.launch import workers as launch
 from strategies.launch.workers import Workers
 from strategies.lightning.features.precision import check_mixed_precision
-from strategies.lightning.partitioning import find_path
+from strategies.lightning.finding_blocks import find_path
 from strategies.pipeline import pop, skippable
 from trainer import Trainer
 from trainer.cli import main

@@ -13,7 +13,7 @@ from strategies.common.patching import replaced
 from strategies.common.stage_layers import kinds_of
 from strategies.lightning.compat import LightningModule, MisconfigurationException, is_overridden
 from strategies.lightning.features.layers.construction import ModelConstruction
-from strategies.lightning.partitioning import find_path
+from strategies.lightning.finding_blocks import find_path
 
 _COUNTS = (
     *("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_blocks", "depth"),

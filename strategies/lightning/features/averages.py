@@ -25,8 +25,8 @@ from strategies.lightning.compat import (
     averaged_model,
 )
 from strategies.lightning.features.feature import Feature, PipelineArguments
+from strategies.lightning.finding_blocks import described
 from strategies.lightning.hooks import Undo, run_hooks_within
-from strategies.lightning.partitioning import described
 from strategies.lightning.run import Preparation, Run
 from strategies.pipeline.driver import ModelCopy
 from strategies.pipeline.partition.sequential import Pipelined

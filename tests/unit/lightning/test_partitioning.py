@@ -11,7 +11,8 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
-from strategies.lightning.partitioning import find_balance, warn_of_compiled_model
+from strategies.lightning.finding_blocks import warn_of_compiled_model
+from strategies.lightning.partitioning import find_balance
 from strategies.pipeline.executor.settings import Settings
 
 WIDTH, VOCABULARY = 16, 2000

@@ -15,15 +15,9 @@ from torch import nn
 from strategies.common.joined_lists import lengths_of
 from strategies.lightning.features.feature import Feature
 from strategies.lightning.features.per_microbatch import num_gradient_sets
+from strategies.lightning.finding_blocks import Where, described, find_path, warn_of_compiled_model, warn_of_time_first
 from strategies.lightning.options import Options
-from strategies.lightning.partitioning import (
-    Where,
-    described,
-    find_balance,
-    find_path,
-    warn_of_compiled_model,
-    warn_of_time_first,
-)
+from strategies.lightning.partitioning import find_balance
 from strategies.lightning.run import Preparation, stages_of_chunks
 from strategies.lightning.search_settings import fits, with_schedule
 from strategies.pipeline.executor.settings import Settings
