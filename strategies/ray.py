@@ -31,8 +31,8 @@ from strategies.common.patching import replaced
 from strategies.data_parallel.ddp import DDPStrategy
 from strategies.data_parallel.zero import ZeROStrategy
 from strategies.launch.host_links import explaining_lost_hosts
+from strategies.launch.process_ends import ending
 from strategies.launch.ranks import World, dismiss, serve_in_child
-from strategies.launch.supervision import ending
 from strategies.lightning.compat import (
     PACKAGE,
     Launcher,

@@ -27,9 +27,9 @@ from strategies.common.activity import Note, noted
 from strategies.common.errors import is_consequence
 from strategies.common.torch_compat import default_store, forget_group_names, has_excepthook_of_groups
 from strategies.launch.host_links import HostLinks
+from strategies.launch.process_ends import Watchdog, end_together, ending
 from strategies.launch.rendezvous import InterruptibleTCPStore
 from strategies.launch.session import set_variables
-from strategies.launch.supervision import Watchdog, end_together, ending
 
 _LOOK_SECONDS = 0.1
 _ALONE_SECONDS = 2.0

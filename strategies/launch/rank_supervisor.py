@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any
 
 from strategies.launch.fork_server import ForkServer, OwnForkServer, server_for
-from strategies.launch.supervision import Process, Watchdog, end_of, is_alive, wait_for_end
+from strategies.launch.process_ends import Process, Watchdog, end_of, is_alive, wait_for_end
 
 SERVE = "strategies.pipeline.worker.serve"
 """The module that a worker of a rank runs."""

@@ -35,8 +35,8 @@ from strategies.common.activity import noted
 from strategies.common.errors import WorkerLost
 from strategies.launch import rank_supervisor
 from strategies.launch.host_links import HostLinks
+from strategies.launch.process_ends import is_alive
 from strategies.launch.session import Session, environment_variables, join_rpc, leave_rpc, refuse_other_rpc
-from strategies.launch.supervision import is_alive
 from strategies.launch.workers import environment_of_worker, share_of_threads
 
 _ARRIVAL_SECONDS = 1800.0

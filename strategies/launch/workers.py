@@ -17,9 +17,9 @@ from strategies.common.activity import noted
 from strategies.common.errors import WorkerLost
 from strategies.launch.allocator import variables_of_worker
 from strategies.launch.fork_server import ForkServer, OwnForkServer, server_for
+from strategies.launch.process_ends import Process, end_of, end_together
 from strategies.launch.rendezvous import check_loopback
 from strategies.launch.session import Session, join_rpc, leave_rpc, refuse_other_rpc
-from strategies.launch.supervision import Process, end_of, end_together
 
 WORKER_MODULES = ("strategies.pipeline.__main__", "strategies.pipeline.worker.process")
 """The modules that a worker imports at its start."""

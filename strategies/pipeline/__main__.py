@@ -9,7 +9,7 @@ import signal
 import sys
 from functools import partial
 
-from strategies.launch.supervision import Watchdog, wait_for_end
+from strategies.launch.process_ends import Watchdog, wait_for_end
 
 
 def main(rank: int, driver_pid: int, directory: str) -> None:

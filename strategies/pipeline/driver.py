@@ -50,7 +50,7 @@ from strategies.pipeline.control.client import (
     cause_of,
 )
 from strategies.pipeline.control.commands import StageCommands
-from strategies.pipeline.control.watch import Watch
+from strategies.pipeline.control.hanging_stages import Watch
 from strategies.pipeline.executor.executor import Executor, FillDrain, PipelineParts
 from strategies.pipeline.executor.per_microbatch import Code, PerMicrobatch, Shares
 from strategies.pipeline.executor.settings import Settings

@@ -15,7 +15,7 @@ ELSEWHERE: dict[str, list[str]] = {
         "unit/remote/test_module_commands.py",
         "unit/commands/test_host.py",
     ],
-    "strategies/common/activity.py": ["unit/pipeline/control/test_watch.py", "unit/commands/test_host.py"],
+    "strategies/common/activity.py": ["unit/pipeline/control/test_hanging_stages.py", "unit/commands/test_host.py"],
     "strategies/common/autograd.py": [
         "unit/pipeline/stage/test_stage.py",
         "unit/pipeline/executor/test_per_microbatch.py",
@@ -57,7 +57,7 @@ ELSEWHERE: dict[str, list[str]] = {
         "integration/launch/test_rank_supervisor.py",
         "faults/test_rank_recovery.py",
     ],
-    "strategies/launch/supervision.py": [
+    "strategies/launch/process_ends.py": [
         "faults/test_faults_ranks.py",
         "integration/launch/test_rank_supervisor.py",
         "faults/test_faults.py",

@@ -220,7 +220,7 @@ def started(
 
 def _watch_starter() -> None:
     """End this process and its child processes when the process that has started it has ended."""
-    from strategies.launch.supervision import Watchdog
+    from strategies.launch.process_ends import Watchdog
 
     starter = int(os.environ.pop(_STARTER, 0))  # ranks that this process starts do not watch the starter
 

@@ -19,9 +19,9 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from strategies.launch.process_ends import Watchdog
 from strategies.launch.rendezvous import LOOPBACK, check_loopback, interface_to
 from strategies.launch.session import environment_variables
-from strategies.launch.supervision import Watchdog
 from strategies.lightning.compat import (
     ClusterEnvironment,
     LightningEnvironment,

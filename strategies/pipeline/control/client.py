@@ -551,7 +551,7 @@ class RemoteStage(NotCopyable):
                            RPC: follow                 ──▶ stage ── RPC: how calls on the link failed, or the end ──▶
 
     No call has a time limit, because the time that a stage computes depends on the model.
-    :class:`~strategies.pipeline.control.watch.Watch` finds a stage that hangs.
+    :class:`~strategies.pipeline.control.hanging_stages.Watch` finds a stage that hangs.
 
     Args:
         name: The RPC name of the worker.

@@ -29,7 +29,7 @@ from strategies.common.stage_layers import StageLayers
 from strategies.common.torch_compat import rpc_is_initialized
 from strategies.pipeline.control.client import Failures, NotCopyable, RemoteStage, StageProcess
 from strategies.pipeline.control.commands import StageCommands
-from strategies.pipeline.control.watch import Watch
+from strategies.pipeline.control.hanging_stages import Watch
 from strategies.pipeline.executor.executor import Executor, FillDrain, PipelineParts
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.pipe.followed import FollowedOptimizers

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed import rpc
 
 from strategies.launch.host_links import HostLinks
+from strategies.launch.process_ends import Watchdog
 from strategies.launch.rank_supervisor import NEXT_SESSION, end_with_supervisor, memory_files, note_session
 from strategies.launch.ranks import (
     World,
@@ -35,7 +36,6 @@ from strategies.launch.ranks import (
     supervisor_key,
 )
 from strategies.launch.session import Session, join_rpc
-from strategies.launch.supervision import Watchdog
 
 _FOREVER = timedelta(days=20)  # c10d counts milliseconds in 31 bits
 _LOOK_SECONDS = 0.2

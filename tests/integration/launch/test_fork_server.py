@@ -18,7 +18,7 @@ from harness import OWN_SERVER, run
 from paths import PYTHONPATH
 
 from strategies.launch.fork_server import VARIABLE, ForkedProcess, OwnForkServer, RunningForkServer, server_for
-from strategies.launch.supervision import end_of
+from strategies.launch.process_ends import end_of
 from strategies.launch.workers import Workers, fork_server
 
 

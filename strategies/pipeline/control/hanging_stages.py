@@ -1,7 +1,8 @@
 """Detects a stage that hangs, and distinguishes it from stages that only wait for it.
 
 A stage is alive while its counter of actions increases, its process computes (a long layer, an import, a compilation),
-or its Python stack changes. Otherwise it hangs, unless it waits for a neighbour or for the driver.
+or its Python stack changes. Otherwise it hangs, unless it waits for a neighbour or for the driver. (A process that has
+died is noticed by :class:`~strategies.pipeline.control.client.RemoteStage`: RPC reports that its connection has ended.)
 """
 
 import threading

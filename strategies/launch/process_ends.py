@@ -1,4 +1,4 @@
-"""Supervise processes: check whether a process runs, end several together, end this process with another process.
+"""Whether processes run: check one, end several together, end this process with another one.
 
 This module does not import torch, because a worker supervises its driver before it imports torch.
 """

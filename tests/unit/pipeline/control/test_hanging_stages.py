@@ -12,7 +12,7 @@ import pytest
 
 from strategies.common.activity import Activity, Progress, noted
 from strategies.pipeline.control.client import Failures, RemoteStage, StageProcess
-from strategies.pipeline.control.watch import Watch
+from strategies.pipeline.control.hanging_stages import Watch
 
 TIMEOUT = 0.2
 
