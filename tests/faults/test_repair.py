@@ -67,6 +67,8 @@ SAVING: Kills = {
 """While the state of a stage is collected for a checkpoint, and before it is fetched or written."""
 WHILE_SAVING: Kills = {5: ["on_save_checkpoint-1"]}
 """When the state of a stage has been collected, and before it is fetched or written."""
+AGAIN: Kills = {5: ["forward-0", "forward-1", "backward-0"], 9: ["forward-1", "snapshot-0"]}
+"""In a batch in which another worker has been lost: the second one while the first is repaired."""
 TEARDOWN: Kills = {13: ["at-end-0", "at-end-1"]}
 """While weights and optimizer states return to the driver."""
 
@@ -86,6 +88,7 @@ CASES: dict[str, Case] = {
     "interleaved": ({"schedule": "interleaved"}, BOTH),
     "zbv": ({"schedule": "zbv", **EACH_BATCH}, BOTH),
     "between_steps": ({}, [(BETWEEN, 1), (BETWEEN, 4)]),
+    "again": ({"schedule": "1f1b", **EACH_BATCH}, [(AGAIN, 1), (AGAIN, 4)]),
     "validation": ({}, [(VALIDATION, 1), (VALIDATION, 4)]),
     "teardown": ({"schedule": "1f1b"}, [(TEARDOWN, 1), ({13: ["at-end-1"]}, 5)]),
     "saving": (EACH_BATCH, [(SAVING, 1), (SAVING, 4)]),
