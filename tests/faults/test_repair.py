@@ -216,11 +216,21 @@ def resumed() -> Any:
     return repair_job.resumed({0: ["sanity-1"], 7: ["forward-0"], 12: ["step-1"]})
 
 
+def resumed_and_verified() -> Any:
+    return repair_job.resumed({}, recovery=Recovery(verify_every_n_steps=1))
+
+
 @pytest.mark.slow
 def test_a_run_that_begins_with_a_sharded_checkpoint() -> None:
     """Its stages have read their parts since the only snapshot."""
     differing, repairs = run(resumed)
     assert differing == [] and repairs
+
+
+@pytest.mark.slow
+def test_a_verified_run_that_begins_with_a_sharded_checkpoint() -> None:
+    """The stages read their parts a second time, after they have gone back to the snapshot."""
+    assert run(resumed_and_verified) == ([], [])
 
 
 # Where it ends

@@ -513,12 +513,27 @@ class KeepsOne(Callback):
         shutil.copytree(Path("saved", "step=6.ckpt"), "first")
 
 
-def resumed(kills: Kills) -> tuple[list[str], list[str]]:
+class SlowToRestore(nn.Linear):
+    """Takes its time when a snapshot is restored."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        time.sleep(0.2)
+        super().__setstate__(state)
+
+
+class SlowToRestoreNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequential_module[0] = SlowToRestore(4, 6)
+
+
+def resumed(kills: Kills, **options: Any) -> tuple[list[str], list[str]]:
     """In what a fit that begins with a sharded checkpoint differs from an undisturbed one, and what was lost."""
-    options: dict[str, Any] = {"options": {"state_dict_type": "sharded"}, "accumulate_grad_batches": 1}
-    fit({}, 0, callbacks=lambda: [KeepsOne()], **options)
-    expected = fit({}, 0, ckpt_path="first", **options)
-    found = fit(kills, 100, ckpt_path="first", **options)
+    sharded = {"state_dict_type": "sharded"}
+    settings: dict[str, Any] = {"net": SlowToRestoreNet, "accumulate_grad_batches": 1}
+    fit({}, 0, callbacks=lambda: [KeepsOne()], options=sharded, **settings)
+    expected = fit({}, 0, ckpt_path="first", options=sharded, **settings)
+    found = fit(kills, 100, ckpt_path="first", options={**sharded, **options}, **settings)
     return differences(found, expected), found["repairs"]
 
 

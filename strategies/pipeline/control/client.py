@@ -505,7 +505,8 @@ class Reply(Generic[R]):
             self._reply = self._stage.begin_beside(self._function, *self._args)
 
     def run_again(self) -> None:
-        """Call the function again, before the commands that use its value."""
+        """Call the function again, after the commands before it and before the commands that use its value."""
+        self._stage.ask_unlogged(StageCommands.num_kept).result()
         self._reply = self._stage.begin_beside(self._function, *self._args)
         self._reply.wait()
 
