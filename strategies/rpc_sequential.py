@@ -23,7 +23,6 @@ from strategies.lightning.compat import (
     CheckpointIO,
     ClusterEnvironment,
     LightningModule,
-    MisconfigurationException,
     Precision,
     Trainer,
     TrainerFn,
@@ -349,11 +348,6 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         """Predict time and memory of several ways to run a model, in this process; see ``trainer.Trainer.plan``."""
         from strategies.planning.plan import PipelineOptions, PlanChoices, plan_table
 
-        if (parts := self.options.tensor_parallel_size) > 1:
-            raise MisconfigurationException(
-                f"plan does not know what tensor_parallel_size={parts} divides yet. Plan with tensor_parallel_size=1: "
-                "the time and memory of divided layers are then those of whole layers."
-            )
         limit = memory_limit_bytes if memory_limit_bytes is not None else self.options.order.memory_limit_bytes
         numbers = stages if stages is not None else [max(2, len(self.devices))]
         choices = PlanChoices(numbers, microbatches, schedules, limit)

@@ -395,6 +395,12 @@ class DividedModel:
         kept = f"; {', '.join(listed)}{more} are whole" if listed else ""
         return f"each pipeline has {own:,} of {whole:,} parameters{kept}"
 
+    def remove_hooks(self) -> None:
+        """Make the layers compute without communication again, in their whole sizes; the parameters stay parts."""
+        for undo in self._undo:
+            undo()
+        self._undo = []
+
     def restore(self, group: TensorGroup | None) -> None:
         """Remove the hooks, and make the parameters whole again.
 
@@ -404,9 +410,7 @@ class DividedModel:
         Raises:
             RuntimeError: If the ranks have different values of a parameter that is not divided.
         """
-        for undo in self._undo:
-            undo()
-        self._undo = []
+        self.remove_hooks()
         if group is None:
             self._model.register_state_dict_pre_hook(check_is_whole)
             _left_divided.add(self._model)

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from pytorch_lightning import LightningModule
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import nn
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
@@ -60,8 +59,6 @@ def test_options_that_exclude_each_other(name: str) -> None:
 
 def test_what_knows_whole_layers_only() -> None:
     arguments: Any = {"accelerator": "cpu", "devices": 2, "strategy": RPCSequentialStrategy(tensor_parallel_size=2)}
-    with pytest.raises(MisconfigurationException, match=r"plan does not know what tensor_parallel_size=2 divides yet"):
-        Trainer(**arguments).plan(LightningModule())
     with pytest.raises(MisconfigurationException, match=r"verify cannot compare tensor_parallel_size=2 yet"):
         VerifiedStrategy(arguments["strategy"], 2)
 
