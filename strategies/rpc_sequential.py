@@ -414,7 +414,10 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             self.model_to_device()
         with construction.reading(module):
             is_reversed = is_called_in_reverse(model, module, self.root_device, self.precision_plugin)
-            settings, balance = self._division.divide(prepared, is_reversed=is_reversed)
+            with ExitStack() as measuring:
+                for feature in self.features:
+                    measuring.enter_context(feature.measuring(prepared))
+                settings, balance = self._division.divide(prepared, is_reversed=is_reversed)
         prepared = prepared.with_settings(settings)
         *elsewhere, here = cut(module, balance, prepared.stage_of_chunk, is_reversed=is_reversed)
         build(here.modules())

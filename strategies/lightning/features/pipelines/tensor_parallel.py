@@ -1,5 +1,6 @@
 """``tensor_parallel_size``: pipelines that divide the weights of single layers and train on the same batches.
 
+    measuring   the part of one pipeline, with as long a wait for each sum over the pipelines as it takes
     arguments   values of pipeline 0 to the others ─▶ each keeps its part of the divided parameters and states
     each step   the batches of all pipelines must be equal; in the first, also the gradients of what is not divided
     teardown    the parts of all pipelines ─▶ whole parameters and states
@@ -8,9 +9,9 @@ In between, everything that follows a parameter (messages, optimizers, averages)
 and checkpoints are those of whole parameters.
 """
 
-import random
 from binascii import crc32
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -37,7 +38,9 @@ from strategies.lightning.options import Options
 from strategies.lightning.run import Preparation, Run
 from strategies.optim.restricted import parameters_of
 from strategies.optim.trial import check_by_element
+from strategies.pipeline.stage.layers import random_state, set_random_state
 from strategies.sharding.divided_layers import DividedModel, TensorGroup, check_is_whole
+from strategies.sharding.single_rank import GroupSeconds, as_single_rank
 
 _DIGESTED = 2**16
 """The number of values of a tensor of a batch that pipelines compare."""
@@ -80,7 +83,6 @@ class TensorParallel(Feature):
             "rebalance": options.rebalance is not None,
             "state_dict_type='sharded'": options.state_dict_type == "sharded",
             "gather_on_end=False": options.gather_on_end is False,
-            "schedule='auto'": options.order.name == "auto",
         }
         if given := [name for name, is_given in excluded.items() if is_given]:
             raise MisconfigurationException(
@@ -114,12 +116,26 @@ class TensorParallel(Feature):
         ranks = prepared.ranks
         self._group = TensorGroup(ranks.tensor_parallel_group)
         yield lambda: self._end(failed=prepared.trainer.interrupted)
-        _share_random_state(ranks.tensor_parallel_group, is_first=ranks.part == 0)
+        _share_random_state(ranks.tensor_parallel_group, ranks.root_device, is_first=ranks.part == 0)
         inside = {*prepared.module.modules()}
         for metric in prepared.model.modules():
             if isinstance(metric, Metric) and metric.process_group is None and metric not in inside:
                 metric.process_group = ranks.data_parallel_group
                 yield partial(setattr, metric, "process_group", None)
+
+    @contextmanager
+    def measuring(self, prepared: Preparation) -> Iterator[None]:
+        """Measure the part of one pipeline."""
+        options, is_auto = prepared.options, prepared.settings.is_auto
+        if options.given_balance is not None and not is_auto:
+            yield  # nothing is measured
+            return
+        seconds = None
+        if is_auto or options.balances_by_time:
+            assert self._group is not None
+            seconds = GroupSeconds.measured(self._group)
+        with as_misconfiguration(), as_single_rank(prepared.model, self._plan, self._size, seconds):
+            yield
 
     def arguments(self, prepared: Preparation, optimizers: Sequence[Optimizer]) -> PipelineArguments:
         """Divide the model and the states of the optimizers."""
@@ -246,13 +262,18 @@ def plan_of(model: nn.Module, size: int) -> Mapping[str, str]:
     return found
 
 
-def _share_random_state(group: Any, *, is_first: bool) -> None:
-    """Give all pipelines of a replica the state of the random generators of the first one."""
+def _share_random_state(group: Any, device: torch.device, *, is_first: bool) -> None:
+    """Give all pipelines of a replica the state of the random generators of the first one.
+
+    Args:
+        group: The drivers of the pipelines.
+        device: The device of this driver, whose generator is shared too.
+        is_first: Whether this is the first pipeline.
+    """
     states: list[Any] = [None]
     if is_first:
-        states = [(random.getstate(), np.random.get_state(), torch.get_rng_state())]
+        states = [(np.random.get_state(), random_state(device))]
     torch.distributed.broadcast_object_list(states, torch.distributed.get_global_rank(group, 0), group)
-    python, numpy, cpu = states[0]
-    random.setstate(python)
-    np.random.set_state(numpy)
-    torch.set_rng_state(cpu)
+    of_numpy, others = states[0]
+    np.random.set_state(of_numpy)
+    set_random_state(others, device)

@@ -47,7 +47,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "rebalance": {"rebalance": "auto"},
     "state_dict_type='sharded'": {"state_dict_type": "sharded"},
     "gather_on_end=False": {"gather_on_end": False},
-    "schedule='auto'": {"schedule": "auto"},
 }
 
 
