@@ -13,7 +13,6 @@ from strategies.lightning.features.pipelines.tensor_parallel import digest, plan
 from strategies.pipeline.recovery.repairs import Recovery
 from strategies.sharding.divided_layers import DividedModel
 from trainer import Trainer
-from trainer.verification.runner import VerifiedStrategy
 
 SMALL: dict[str, Any] = {
     "vocab_size": 8,
@@ -54,12 +53,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_options_that_exclude_each_other(name: str) -> None:
     with pytest.raises(MisconfigurationException, match=f"{name} does not work with tensor_parallel_size=2 yet"):
         RPCSequentialStrategy(tensor_parallel_size=2, **OPTIONS[name])
-
-
-def test_what_knows_whole_layers_only() -> None:
-    arguments: Any = {"accelerator": "cpu", "devices": 2, "strategy": RPCSequentialStrategy(tensor_parallel_size=2)}
-    with pytest.raises(MisconfigurationException, match=r"verify cannot compare tensor_parallel_size=2 yet"):
-        VerifiedStrategy(arguments["strategy"], 2)
 
 
 def test_devices_that_do_not_divide() -> None:
