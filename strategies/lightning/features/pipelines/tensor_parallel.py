@@ -27,18 +27,19 @@ from strategies.lightning.arguments import as_misconfiguration, check_whole_numb
 from strategies.lightning.compat import (
     Metric,
     MisconfigurationException,
-    StochasticWeightAveraging,
-    WeightAveraging,
+    averaged_model,
     rank_zero_info,
     rank_zero_warn,
 )
+from strategies.lightning.features.averages import averaging_callbacks, find_copies
 from strategies.lightning.features.feature import Feature, PipelineArguments
-from strategies.lightning.hooks import Undo, after_backward, overridden_gradient_hooks
+from strategies.lightning.hooks import Undo, after_backward, overridden_gradient_hooks, run_hooks_within
 from strategies.lightning.options import Options
 from strategies.lightning.run import Preparation, Run
 from strategies.optim.restricted import parameters_of
 from strategies.optim.trial import check_by_element
 from strategies.pipeline.stage.layers import random_state, set_random_state
+from strategies.pipeline.state.shelved import put_values
 from strategies.sharding.divided_layers import DividedModel, TensorGroup, check_is_whole
 from strategies.sharding.single_rank import GroupSeconds, as_single_rank
 
@@ -104,12 +105,6 @@ class TensorParallel(Feature):
                 f"{', '.join(hooks)}: under tensor_parallel_size={self._size} each pipeline has its part of the "
                 "gradients of divided layers. To clip, use self.trainer.strategy.clip_grad_norm_(max_norm)."
             )
-        for callback in trainer.callbacks:
-            if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
-                raise MisconfigurationException(
-                    f"{type(callback).__name__} does not work with tensor_parallel_size={self._size} yet: its copy of "
-                    "the model has whole layers. Leave one of them out."
-                )
 
     def prepare(self, prepared: Preparation) -> Iterable[Undo]:
         """Give all pipelines of the replica the random state of the first, and count the replicas only in metrics."""
@@ -144,10 +139,12 @@ class TensorParallel(Feature):
         with as_misconfiguration():
             for optimizer in optimizers:
                 check_by_element(optimizer, f"tensor_parallel_size={self._size}", "tensor_parallel_size=1")
-            for tensor in [*model.parameters(), *model.buffers()]:
-                if not tensor.is_meta:
-                    tensor.data.copy_(group.of_first(tensor.data))
-            self._model = DividedModel(model, self._plan, group.rank, group.size)
+            averages = [copy.model for copy in find_copies(prepared.trainer, prepared.module, prepared.path)]
+            for each in (model, *averages):
+                for tensor in [*each.parameters(), *each.buffers()]:
+                    if not tensor.is_meta:
+                        tensor.data.copy_(group.of_first(tensor.data))
+            self._model = DividedModel(model, self._plan, group.rank, group.size, averages)
         rank_zero_info(f"tensor_parallel_size={self._size}: {self._model.described()}.")
         self._optimizers = optimizers
         for optimizer in optimizers:
@@ -170,6 +167,28 @@ class TensorParallel(Feature):
                 run.pipeline.optimizers.check_equal_gradients()
 
         yield after_backward(run.precision, check)
+        for callback in averaging_callbacks(run.trainer):
+            average = averaged_model(callback)
+            assert average is not None
+            yield from run_hooks_within(callback, ["state_dict", "on_save_checkpoint"], partial(self._whole, average))
+
+    @contextmanager
+    def _whole(self, average: nn.Module) -> Iterator[None]:
+        """Context in which the state dict of an average has whole weights. All pipelines of a replica enter it."""
+
+        def join(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+            assert self._model is not None and self._group is not None
+            own = {name: state[f"{prefix}{name}"] for name in self._model.parts}
+            put_values(own)
+            state.update(
+                {f"{prefix}{name}": value for name, value in self._model.whole_weights(own, self._group).items()}
+            )
+
+        handle = average.register_state_dict_post_hook(join)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def _with_equal_batches(self, name: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         assert self._group is not None
