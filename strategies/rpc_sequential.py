@@ -711,6 +711,8 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
     def _load_sharded(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
         # The driver reads the weights, except weights of layers that have not been built, because another process may
         # get these layers. Each stage reads its optimizer states in load_optimizer_state_dict, when it has its layers.
+        if self.options.tensor_parallel_size > 1:  # each driver takes its part of whole tensors
+            return load_sharded(path, weights_only=weights_only)[0]
         if self._has_tensors_to_build():
             assert self.lightning_module is not None
             checkpoint, self._shards = self._construction.load_sharded(self.lightning_module, path, weights_only)

@@ -82,7 +82,6 @@ class TensorParallel(Feature):
         excluded = {
             "recovery": options.recovery is not None,
             "rebalance": options.rebalance is not None,
-            "state_dict_type='sharded'": options.state_dict_type == "sharded",
             "gather_on_end=False": options.gather_on_end is False,
         }
         if given := [name for name, is_given in excluded.items() if is_given]:

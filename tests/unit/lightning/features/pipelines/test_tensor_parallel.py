@@ -44,7 +44,6 @@ def test_a_number_of_parts(size: Any) -> None:
 OPTIONS: dict[str, dict[str, Any]] = {
     "recovery": {"recovery": Recovery(max_restarts=1)},
     "rebalance": {"rebalance": "auto"},
-    "state_dict_type='sharded'": {"state_dict_type": "sharded"},
     "gather_on_end=False": {"gather_on_end": False},
 }
 
