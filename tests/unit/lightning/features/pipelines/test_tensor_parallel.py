@@ -1,5 +1,6 @@
 """Which plans and options ``tensor_parallel_size`` accepts, before any process starts."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from strategies import RPCSequentialStrategy
-from strategies.lightning.features.pipelines.tensor_parallel import digest, plan_of
+from strategies.lightning.features.pipelines.tensor_parallel import TensorParallel, digest, plan_of
 from strategies.pipeline.recovery.repairs import Recovery
 from strategies.sharding.divided_layers import DividedModel
 from trainer import Trainer
@@ -75,6 +76,19 @@ def test_each_process_has_its_share_of_the_parameters(size: int) -> None:
     whole = sum(parameter.numel() for parameter in model.parameters())
     DividedModel(model, plan_of(model, size), size - 1, size)
     assert sum(parameter.numel() for parameter in model.parameters()) < 1.15 * whole / size
+
+
+@pytest.mark.parametrize("balance", ["by_size", [1, 1]], ids=str)
+def test_layers_are_measured_as_parts(balance: Any) -> None:
+    options = RPCSequentialStrategy(balance, tensor_parallel_size=2).options
+    model = Around(LlamaForCausalLM(LlamaConfig(**SMALL)))
+    prepared: Any = SimpleNamespace(model=model, options=options, settings=options.settings, is_fitting=False)
+    feature, shape = TensorParallel(2), [8, 8]
+    feature.check(prepared)
+    query = model.model.model.layers[0].self_attn.q_proj
+    with feature.measuring(prepared):
+        assert list(query.weight.shape) == ([4, 8] if balance == "by_size" else shape)  # nothing to measure otherwise
+    assert list(query.weight.shape) == shape
 
 
 def test_heads_that_do_not_divide() -> None:
