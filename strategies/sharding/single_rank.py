@@ -4,7 +4,6 @@ whole model ──▶ part of the first rank ──▶ measured: bytes, and seco
                 absent ranks count as zeros; a wait stands for each sum, as long as the sum would take
 """
 
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -55,14 +54,14 @@ class GroupSeconds:
     def measured(cls, group: TensorGroup) -> "GroupSeconds":
         """Measure the ranks of a group. All ranks call this, and get the same result."""
         own = torch.tensor(
-            [_median(call, size) for call in (group.sum, group.parts) for size in (_SMALL, _LARGE)],
+            [_shortest(call, size) for call in (group.sum, group.parts) for size in (_SMALL, _LARGE)],
             dtype=torch.float64,
         )
         slowest = torch.stack(group.parts(own)).amax(0).tolist()
         return cls(_line(*slowest[:2]), _line(*slowest[2:]))
 
 
-def _median(call: Callable[[Tensor], object], num_bytes: int) -> float:
+def _shortest(call: Callable[[Tensor], object], num_bytes: int) -> float:
     message = torch.zeros(num_bytes, dtype=torch.uint8).view(torch.float32)
     call(message)
     seconds = []
@@ -70,7 +69,7 @@ def _median(call: Callable[[Tensor], object], num_bytes: int) -> float:
         begin = time.perf_counter()
         call(message)
         seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds)
+    return min(seconds)  # not the median, because other load delays ranks that wait for each other
 
 
 def _line(small: float, large: float) -> LinearSeconds:
