@@ -32,6 +32,7 @@ SECTIONS = (
     "zero",
     "checkpoint",
     "memory",
+    "divided_memory",
 )
 ON_REQUEST = ("driver_part", "useful_time", "ends")
 """Sections that run only if they are named, because they take many minutes."""

@@ -23,7 +23,6 @@ from strategies.lightning.compat import (
     CheckpointIO,
     ClusterEnvironment,
     LightningModule,
-    MisconfigurationException,
     Precision,
     Trainer,
     TrainerFn,
@@ -350,11 +349,6 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         """Predict time and memory of several ways to run a model, in this process; see ``trainer.Trainer.plan``."""
         from strategies.planning.plan import PipelineOptions, PlanChoices, plan_table
 
-        if (parts := self.options.tensor_parallel_size) > 1:
-            raise MisconfigurationException(
-                f"plan does not know what tensor_parallel_size={parts} divides yet. Plan with tensor_parallel_size=1: "
-                "the time and memory of divided layers are then those of whole layers."
-            )
         limit = memory_limit_bytes if memory_limit_bytes is not None else self.options.order.memory_limit_bytes
         numbers = stages if stages is not None else [max(2, len(self.devices))]
         choices = PlanChoices(numbers, microbatches, schedules, limit)
@@ -421,7 +415,10 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             self.model_to_device()
         with construction.reading(module):
             is_reversed = is_called_in_reverse(model, module, self.root_device, self.precision_plugin)
-            settings, balance = self._division.divide(prepared, is_reversed=is_reversed)
+            with ExitStack() as measuring:
+                for feature in self.features:
+                    measuring.enter_context(feature.measuring(prepared))
+                settings, balance = self._division.divide(prepared, is_reversed=is_reversed)
         prepared = prepared.with_settings(settings)
         *elsewhere, here = cut(module, balance, prepared.stage_of_chunk, is_reversed=is_reversed)
         build(here.modules())
@@ -715,6 +712,8 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
     def _load_sharded(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
         # The driver reads the weights, except weights of layers that have not been built, because another process may
         # get these layers. Each stage reads its optimizer states in load_optimizer_state_dict, when it has its layers.
+        if self.options.tensor_parallel_size > 1:  # each driver takes its part of whole tensors
+            return load_sharded(path, weights_only=weights_only)[0]
         if self._has_tensors_to_build():
             assert self.lightning_module is not None
             checkpoint, self._shards = self._construction.load_sharded(self.lightning_module, path, weights_only)

@@ -38,6 +38,8 @@ def strategy_block(table: "PlanTable", row: "PlanRow") -> dict[str, Any]:
         arguments["deferred_batch_norm"] = True
     if options.num_replicas > 1:
         arguments["data_parallel_size"] = options.num_replicas
+    if options.num_parts > 1:
+        arguments["tensor_parallel_size"] = options.num_parts
     if options.zero_stage:
         arguments["zero_stage"] = options.zero_stage
     return {"class_path": "strategies.RPCSequentialStrategy", "init_args": arguments}
@@ -59,7 +61,7 @@ def _schedule_of(options: "PipelineOptions", row: "PlanRow") -> str | dict[str, 
 
 def yaml_of(table: "PlanTable", row: "PlanRow") -> str:
     """Return the part of a configuration that runs a row: the ``strategy:`` block and the number of devices."""
-    number, nodes = row.stages * table.options.num_replicas, table.options.num_nodes
+    number, nodes = row.stages * table.options.num_pipelines, table.options.num_nodes
     trainer: dict[str, Any] = {"devices": number}
     if nodes > 1 and number % nodes == 0:
         trainer = {"devices": number // nodes, "num_nodes": nodes}
@@ -210,10 +212,13 @@ def print_plan(table: "PlanTable") -> None:
     numbers = ("step ms", "idle", "rows/s")
     sizes = ("parameters", "gradients", "optimizer", "activations", "peak")
     is_narrow = console.width < _WIDTH
+    title = f"{table.path!r} ({table.layers}); measured: {table.measured_on}"
+    if (parts := table.options.num_parts) > 1:
+        title += f"; one of {parts} pipelines that divide the layers"
     shown = Table(
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
-        title=f"{table.path!r} ({table.layers}); measured: {table.measured_on}",
+        title=title,
         title_justify="left",
     )
     for name in ("stages", "micro-\nbatches"):

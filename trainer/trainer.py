@@ -146,7 +146,7 @@ class Trainer(pl.Trainer):
         Args:
             model: The model.
             datamodule: The source of training batches: a ``LightningDataModule``, or a loader.
-            stages: Numbers of processes. Default: the Trainer's devices, at least 2.
+            stages: Numbers of processes of a pipeline. Default: the Trainer's devices for each pipeline, at least 2.
             microbatches: Numbers of micro-batches. Default: the powers of two from 2 to 32 that divide the rows.
             schedules: Names of schedules. Default: all that the model allows.
             memory_limit_bytes: Maximum memory of a process. Rows that need more are marked. Default: no limit.

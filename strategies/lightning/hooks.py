@@ -160,11 +160,11 @@ def _unscale_everywhere(
 def run_hooks_within(
     callback: Callback, names: Sequence[str], context: Callable[[], AbstractContextManager[Any]]
 ) -> list[Undo]:
-    """Run the hooks that the class of a callback overrides within a context, which is made for each call."""
+    """Run the methods that the class of a callback overrides within a context, which is made for each call."""
 
-    def within(hook: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def within(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with context():
-            hook(*args, **kwargs)
+            return hook(*args, **kwargs)
 
     overridden = [name for name in names if getattr(type(callback), name) is not getattr(Callback, name)]
     return [replaced(callback, name, partial(within, getattr(callback, name))) for name in overridden]

@@ -42,6 +42,8 @@ from strategies.pipeline.stage.layers import is_compiled
 from strategies.pipeline.stage.weight_gradients import DelayedWeights, WeightGradients
 from strategies.planning.search import LayerCosts, ModelCosts
 from strategies.planning.simulator import DriverCosts
+from strategies.sharding.divided_layers import TensorGroup
+from strategies.sharding.single_rank import GroupSeconds
 
 ACTION_SECONDS = 500e-6
 """Approximate time of the engine for an action: an action of layers with almost no computation takes 0.9 ms.
@@ -240,6 +242,17 @@ def transfer_seconds(num_bytes: int) -> float:
     with tempfile.TemporaryDirectory(prefix="relay-") as folder, ThreadPoolExecutor(2) as executor:
         url = f"file://{Path(folder) / 'meeting'}"
         return next(iter(executor.map(end, (0, 1))))
+
+
+def group_seconds(size: int) -> GroupSeconds:
+    """Return how long ranks on this host that divide layers take to communicate, measured between threads."""
+
+    def rank(number: int) -> GroupSeconds:
+        return GroupSeconds.measured(TensorGroup(join_group(url, number, size, 60.0)))
+
+    with tempfile.TemporaryDirectory(prefix="relay-") as folder, ThreadPoolExecutor(size) as executor:
+        url = f"file://{Path(folder) / 'meeting'}"
+        return next(iter(executor.map(rank, range(size))))
 
 
 def _step_seconds(parameters: Iterable[Tensor]) -> float:

@@ -43,13 +43,14 @@ from strategies.lightning.compat import (
 )
 from strategies.lightning.features.loss_weights import check_loss_weight
 from strategies.lightning.features.per_microbatch import check_automatic_optimization, num_gradient_sets, split_for
+from strategies.lightning.features.pipelines.tensor_parallel import plan_of
 from strategies.lightning.finding_blocks import described, find_module, find_path
 from strategies.lightning.hooks import collect_logs
 from strategies.lightning.launch.replicas import ReplicatedStrategy
 from strategies.lightning.options import Options
 from strategies.lightning.partitioning import FoundExample, find_example, is_called_in_reverse, measuring, with_threads
 from strategies.optim.costs import StepCost, StepCosts
-from strategies.optim.trial import check_divisible
+from strategies.optim.trial import check_by_element, check_divisible
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.partition.memory import Need, Sizes, needs_of
 from strategies.pipeline.partition.model_costs import Costs
@@ -67,9 +68,10 @@ from strategies.pipeline.schedule.program import ranks_of
 from strategies.pipeline.schedule.tables import SCHEDULES, Placement
 from strategies.pipeline.stage.layers import num_recomputed
 from strategies.pipeline.transport.slots import NUM_SLOTS
-from strategies.planning.action_costs import DriverPart, Layer, model_costs
+from strategies.planning.action_costs import DriverPart, Layer, group_seconds, model_costs
 from strategies.planning.automatic import input_bytes, measure_actions
 from strategies.planning.plan_rows import Measured, PlanRow, best_row, plan_row
+from strategies.sharding.single_rank import as_single_rank
 
 _Costs: TypeAlias = Costs[Layer, DriverPart]
 
@@ -139,6 +141,7 @@ class PipelineOptions:
         settings: Micro-batches, recomputation and chunks.
         device: The device of the driver.
         num_replicas: Number of replicas of the pipeline.
+        num_parts: Number of pipelines of each replica, which divide its layers.
         zero_stage: What the replicas of a stage divide among themselves.
         num_nodes: Number of hosts.
         loss_weight: How micro-batches are weighted.
@@ -153,12 +156,18 @@ class PipelineOptions:
     settings: Settings
     device: torch.device
     num_replicas: int = 1
+    num_parts: int = 1
     zero_stage: int = 0
     num_nodes: int = 1
     loss_weight: str = "rows"
     only_auto: Sequence[str] = ()
     num_snapshots: int = 0
     gathers_on_end: bool | None = None
+
+    @property
+    def num_pipelines(self) -> int:
+        """The number of pipelines of all replicas."""
+        return self.num_replicas * self.num_parts
 
     @property
     def num_shares(self) -> int:
@@ -185,6 +194,7 @@ class PipelineOptions:
             given.settings,
             ranks.root_device,
             ranks.world_size,
+            given.tensor_parallel_size,
             given.zero_stage,
             num_nodes,
             given.loss_weight,
@@ -241,7 +251,14 @@ def plan_table(
     if is_late or converts or options.device.type != "cpu":
         model = copy_of(model)
     with attached(trainer, model, data), _set_up(model, data):
+        early = {name for name, _ in model.named_parameters()}
         model = _prepared(trainer, model, options.device, is_late=is_late)
+        late = [name for name, _ in model.named_parameters() if name not in early]
+        if options.num_parts > 1 and late:
+            raise MisconfigurationException(
+                f"tensor_parallel_size={options.num_parts} divides values, but configure_model of "
+                f"{type(model).__name__} makes {late[0]}, in a run without memory. Build the model in __init__."
+            )
         return _Plan(trainer, model, data, options, choices, is_whole=is_whole).table()
 
 
@@ -388,29 +405,31 @@ class _Plan:
         ways, choices = self._ways(), self._choices
         given = self._of_training() or self._of_forward()
         optimizers = self._optimizers(min(choices.stages))
-        given, costs = self._costs(given, ways)
-        in_reverse = is_called_in_reverse(self._model, self._module, self._device, self._precision)
-        sizes = Sizes(optimizers, self._options.num_shares)
-        known = {}
-        for threads, measured in costs.items():
-            with with_threads(threads), all_freed_memory_kept():
-                known[threads] = self._measured(given, measured, sizes, optimizers, in_reverse=in_reverse)
-        self._note_snapshots(next(iter(next(iter(known.values())).values())))
-        rows = []
-        for stages, schedule, chunks in ways:
-            for number in given.numbers:
-                with as_misconfiguration():  # such as chunks that share a BatchNorm layer
-                    rows.append(
-                        plan_row(
-                            known[self._threads(stages)][number],
-                            stages,
-                            schedule,
-                            chunks,
-                            balance=self._balance(stages, chunks),
-                            memory_limit_bytes=choices.memory_limit_bytes,
-                            cores=self._cores(),
+        whole = Sizes(optimizers, self._options.num_shares).need(self._model.modules())
+        with self._as_one_pipeline():
+            given, costs = self._costs(given, ways)
+            in_reverse = is_called_in_reverse(self._model, self._module, self._device, self._precision)
+            sizes = Sizes(optimizers, self._options.num_shares)
+            known = {}
+            for threads, measured in costs.items():
+                with with_threads(threads), all_freed_memory_kept():
+                    known[threads] = self._measured(given, measured, sizes, whole, optimizers, in_reverse=in_reverse)
+            self._note_snapshots(next(iter(next(iter(known.values())).values())))
+            rows = []
+            for stages, schedule, chunks in ways:
+                for number in given.numbers:
+                    with as_misconfiguration():  # such as chunks that share a BatchNorm layer
+                        rows.append(
+                            plan_row(
+                                known[self._threads(stages)][number],
+                                stages,
+                                schedule,
+                                chunks,
+                                balance=self._balance(stages, chunks),
+                                memory_limit_bytes=choices.memory_limit_bytes,
+                                cores=self._cores(),
+                            )
                         )
-                    )
         self._note(costs)
         self._note_cores(ways)
         self._note_whole(rows)
@@ -428,19 +447,35 @@ class _Plan:
 
     # Processes and cores
 
+    @contextmanager
+    def _as_one_pipeline(self) -> Iterator[None]:
+        """Context in which the model has the parts of one of the pipelines that divide its layers."""
+        size = self._options.num_parts
+        if size == 1:
+            yield
+            return
+        plan = plan_of(self._model, size)
+        seconds = None if self._on_meta else group_seconds(size)
+        with as_misconfiguration(), as_single_rank(self._model, plan, size, seconds):
+            yield
+        self._notes.append(
+            f"figures are those of one of the {size} pipelines that divide the layers (tensor_parallel_size={size}); "
+            "their times include the sums over these pipelines, as long as they take between threads of this process"
+        )
+
     def _num_processes(self, stages: int) -> int:
         """Return the number of processes on a host."""
-        return -(-stages * self._options.num_replicas // self._options.num_nodes)
+        return -(-stages * self._options.num_pipelines // self._options.num_nodes)
 
     def _threads(self, stages: int) -> int:
         """Return the number of threads of each process."""
         return share_of_threads(self._num_processes(stages))
 
     def _cores(self) -> float:
-        """Return the number of cores for the processes of one replica."""
+        """Return the number of cores for the processes of one pipeline."""
         if self._options.device.type != "cpu":
             return math.inf
-        return num_cores() * self._options.num_nodes / self._options.num_replicas
+        return num_cores() * self._options.num_nodes / self._options.num_pipelines
 
     # What to compare
 
@@ -655,6 +690,8 @@ class _Plan:
         with as_misconfiguration():
             for optimizer in [] if self._on_meta else optimizers:  # a trial needs values
                 check_divisible(optimizer, [*parts, [*rest]])
+                if (size := self._options.num_parts) > 1:
+                    check_by_element(optimizer, f"tensor_parallel_size={size}", "tensor_parallel_size=1")
         return optimizers
 
     def _measured(
@@ -662,11 +699,21 @@ class _Plan:
         given: _Input,
         costs: dict[int, _Costs],
         sizes: Sizes,
+        whole: Need,
         optimizers: Sequence[Optimizer],
         *,
         in_reverse: bool,
     ) -> dict[int, Measured]:
-        """Return the measurements of the model by number of micro-batches, with the costs of optimizer steps."""
+        """Return the measurements of the model by number of micro-batches, with the costs of optimizer steps.
+
+        Args:
+            given: The input.
+            costs: The costs by number of micro-batches.
+            sizes: The sizes of a process.
+            whole: What the driver holds before and after the run, when it has all layers.
+            optimizers: The optimizers.
+            in_reverse: Whether the first stage has the last layers.
+        """
         layers = [*self._module][:: -1 if in_reverse else 1]
         num_bytes = sum(tensor.nbytes for tensor in self._module.parameters()) // min(self._choices.stages)
         others = torch.zeros(0 if self._on_meta else min(num_bytes, CACHE_BYTES), dtype=torch.uint8)
@@ -685,7 +732,7 @@ class _Plan:
 
         of_layers = [sizes.need(layer.modules()) for layer in layers], [step([*layer.modules()]) for layer in layers]
         outside = sizes.need(self._outside), step(self._outside)
-        whole, gathers = sizes.need(self._model.modules()), self._options.gathers_on_end
+        gathers = self._options.gathers_on_end
         for each, optimizer in zip(steps, optimizers, strict=True):
             if each.refused is not None:
                 self._notes.append(

@@ -351,6 +351,8 @@ class DividedModel:
         plan: The style of layers, by dotted name. ``*`` stands for a number.
         rank: The number of this rank.
         size: The number of ranks.
+        copies: Copies of the model that are not called, such as averages of its weights. They are divided in the same
+            way.
 
     Attributes:
         parts: How each divided parameter is divided, by the names that the parameter has in the model.
@@ -359,8 +361,10 @@ class DividedModel:
         ValueError: If the plan does not fit the model. The model is then unchanged.
     """
 
-    def __init__(self, model: nn.Module, plan: Mapping[str, str], rank: int, size: int) -> None:
-        self._model, self._rank, self._size = model, rank, size
+    def __init__(
+        self, model: nn.Module, plan: Mapping[str, str], rank: int, size: int, copies: Sequence[nn.Module] = ()
+    ) -> None:
+        self._model, self._rank, self._size, self._copies = model, rank, size, copies
         self._part_of: dict[nn.Parameter, TensorPart] = {}
         self._undo: list[Callable[[], None]] = []
         layers = self._planned(plan)
@@ -374,7 +378,8 @@ class DividedModel:
             arguments = [self._first_of(module)] if style.kind == "vocabulary" else []
             self._undo += style.make(*arguments).install(module)
             self._resize(module, style)
-        for parameter, part in self._part_of.items():
+        self._copied = {copy.get_parameter(name): part for copy in copies for name, part in self.parts.items()}
+        for parameter, part in (*self._part_of.items(), *self._copied.items()):
             parameter.data = part.of(parameter.data, rank, size)
 
     @property
@@ -395,6 +400,12 @@ class DividedModel:
         kept = f"; {', '.join(listed)}{more} are whole" if listed else ""
         return f"each pipeline has {own:,} of {whole:,} parameters{kept}"
 
+    def remove_hooks(self) -> None:
+        """Make the layers compute without communication again, in their whole sizes; the parameters stay parts."""
+        for undo in self._undo:
+            undo()
+        self._undo = []
+
     def restore(self, group: TensorGroup | None) -> None:
         """Remove the hooks, and make the parameters whole again.
 
@@ -404,17 +415,16 @@ class DividedModel:
         Raises:
             RuntimeError: If the ranks have different values of a parameter that is not divided.
         """
-        for undo in self._undo:
-            undo()
-        self._undo = []
+        self.remove_hooks()
         if group is None:
-            self._model.register_state_dict_pre_hook(check_is_whole)
-            _left_divided.add(self._model)
+            for model in (self._model, *self._copies):
+                model.register_state_dict_pre_hook(check_is_whole)
+                _left_divided.add(model)
             return
-        for parameter, part in self._part_of.items():
+        for parameter, part in (*self._part_of.items(), *self._copied.items()):
             parameter.data = part.joined(group.parts(parameter.data))
             parameter.grad = None if parameter.grad is None else part.joined(group.parts(parameter.grad))
-        self._part_of = {}
+        self._part_of, self._copied = {}, {}
         self.check_equal({name: p.detach() for name, p in self._model.named_parameters()}, group)
 
     # States of optimizers, by the number of the parameter

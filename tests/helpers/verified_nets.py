@@ -167,6 +167,21 @@ class SumLoss(VerifiedNet):
         return super().loss(batch).sqrt()
 
 
+class Divided(VerifiedNet):
+    """Layers that pipelines divide by columns and by rows."""
+
+    def tensor_parallel_plan(self) -> dict[str, str]:
+        return {"sequential_module.4": "colwise_gather_output", "sequential_module.6": "rowwise_split_input"}
+
+
+class FaultOfAPart(Divided):
+    """The second pipeline steps its part of a layer with a wrong gradient, which no check of a run compares."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if getattr(self.trainer.strategy, "part", 0):
+            self.sequential_module[6].weight.grad.mul_(2)
+
+
 class Logging(VerifiedNet):
     """Logs values in every way in which ranks reduce them."""
 

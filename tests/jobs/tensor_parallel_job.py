@@ -161,6 +161,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     **{name: (name, {}, {}) for name in MODELS},
     "accumulated": ("llama", {"checkpoint": "always"}, {"accumulate_grad_batches": 2}),
     "resumed": ("tied", {"schedule": "1f1b"}, {}),
+    "auto": ("llama", {"schedule": "auto", "balance": "by_size"}, {}),
+    **{name: ("llama", {"balance": name}, {}) for name in ("by_size", "by_time")},
     "reduced": ("llama", {"schedule": "1f1b", "zero_stage": 2}, {}),
     **{schedule: ("llama", {"schedule": schedule}, {}) for schedule in ("1f1b", "zb-h1")},
     **{name: ("llama", {"schedule": name, "balance": "even"}, {}) for name in ("interleaved", "zbv", "v-half")},

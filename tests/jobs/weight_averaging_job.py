@@ -27,6 +27,7 @@ STRATEGIES: dict[str, tuple[Any, int]] = {
     "ddp": (DDPStrategy, 2),
     "zero 2": (lambda: ZeROStrategy(stage=2, overlap_with_ddp=True), 2),
     "replicas": (lambda: RPCSequentialStrategy([3, 3], 2, data_parallel_size=2, zero_stage=1), 4),
+    "parts": (lambda: RPCSequentialStrategy([3, 3], 2, tensor_parallel_size=2), 4),
     "sharded": (lambda: RPCSequentialStrategy([2, 2, 2], 2, state_dict_type="sharded"), 3),
 }
 
@@ -43,6 +44,11 @@ class Doubled(Net):
     def __init__(self) -> None:
         super().__init__(tied=True)
         self.double()
+
+    def tensor_parallel_plan(self) -> dict[str, str]:
+        """The styles of the layers; the tied ones are on both stages, and the first one is on the driver."""
+        columns = ("before", "sequential_module.0", "sequential_module.3")
+        return {**dict.fromkeys(columns, "colwise_gather_output"), "sequential_module.5": "rowwise_split_input"}
 
 
 def train(name: str, callback: Any, folder: Path, start: Path | None = None) -> dict[str, Any]:
@@ -63,7 +69,7 @@ def train(name: str, callback: Any, folder: Path, start: Path | None = None) -> 
         "metrics": dict(trainer.callback_metrics),
         "state": state_of(model),
         "average": state_of(callback._average_model),
-        "rank": trainer.global_rank,
+        "is first": trainer.is_global_zero,
     }
 
 
@@ -75,5 +81,5 @@ if __name__ == "__main__":
             found[kind] = train(name, make(), folder / kind)
             if kind == "mean":
                 found["resumed"] = train(name, make(), folder / "resumed", folder / kind / "step=4.ckpt")
-        if all([outcome.pop("rank") == 0 for outcome in found.values()]):
+        if all([outcome.pop("is first") for outcome in found.values()]):
             torch.save(found, results / f"{name}.pt")

@@ -101,6 +101,11 @@ class Execution:
     is_of_all_ranks: bool = False
 
     @property
+    def num_parts(self) -> int:
+        """Number of pipelines that divide the layers of each rank, otherwise 1."""
+        return 1 if self.strategy is None else self.strategy[1].get("tensor_parallel_size", 1)
+
+    @property
     def is_pipeline(self) -> bool:
         """Whether the strategy splits the layers into stages."""
         kinds = self.strategy[0].__mro__ if self.strategy is not None else ()
@@ -241,6 +246,9 @@ def run_execution(folder: Path, job: VerifiedJob, execution: Execution, drawn: D
         job: The job, whose model is trained.
         execution: The execution.
         drawn: The batches.
+
+    Returns:
+        The record; ``None`` in all but the first of the pipelines that divide the layers of a rank.
     """
     from strategies.lightning.compat import LightningDataModule, pl
     from trainer.verification.record import leaves
@@ -308,7 +316,7 @@ def run_execution(folder: Path, job: VerifiedJob, execution: Execution, drawn: D
     if drawn.prediction:
         pl.seed_everything(job.seed, verbose=False)
         record.predictions = leaves(trainer.predict(job.model, dataloaders=_loader(drawn.prediction)))
-    return record
+    return None if getattr(trainer.strategy, "part", 0) else record
 
 
 def trainer_of_run(folder: Path, job: VerifiedJob, execution: Execution, callbacks: Sequence[Any]) -> Any:
@@ -441,7 +449,8 @@ def main(folder: Path, names: Sequence[str]) -> None:
             rank = int(os.environ.get("LOCAL_RANK", 0)) if execution.strategy is not None else 0
             if execution.strategy is None and record.is_random:
                 (folder / _RANDOM).touch()
-            torch.save(record, folder / f"{_stem(name)}.{rank}.record")
+            if record is not None:
+                torch.save(record, folder / f"{_stem(name)}.{rank}.record")
         except Exception as error:
             if int(os.environ.get("LOCAL_RANK", 0)) == 0:
                 told = (str(error), type(error).__name__, traceback.format_exc())

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from strategies.common.torch_compat import BatchNorm, TorchDispatchMode
 from strategies.lightning.compat import Callback, LightningModule, Trainer, unwrapped
+from strategies.sharding.divided_layers import tensor_group
 from trainer.verification.record import RunRecord, StepRecord, leaves, on_host
 
 NOT_COMPARED = ("callbacks", "loops", "relay", "pytorch-lightning_version", "datamodule")
@@ -167,9 +168,7 @@ class GradientsRecorder(ValuesRecorder):
         """Record the gradients before clipping, and their norm as the strategy computes it."""
         self._end_step(trainer, pl_module)  # the step of another optimizer
         step = StepRecord(hyperparameters=hyperparameters_of(trainer))
-        for name, parameter in pl_module.named_parameters():
-            gradient = parameter.grad
-            step.gradients[name] = None if gradient is None else on_host(gradient)
+        step.gradients = gradients_of(trainer, pl_module)
         step.norm = norm_of(trainer, unwrapped(optimizer))
         self._begin(step)
 
@@ -182,6 +181,18 @@ def values_of(trainer: Trainer, model: LightningModule) -> dict[str, Tensor]:
         if name not in values and not (type(buffer) is Tensor and buffer.is_meta):
             values[name] = on_host(buffer)  # a buffer that is not in the state dict
     return values
+
+
+def gradients_of(trainer: Trainer, model: LightningModule) -> dict[str, Tensor | None]:
+    """Return the whole gradient of every parameter. Every rank calls this."""
+    found: dict[str, Tensor | None] = {}
+    for name, parameter in model.named_parameters():
+        found[name] = None if parameter.grad is None else on_host(parameter.grad)
+    pipeline = getattr(trainer.strategy, "pipeline", None)
+    if pipeline is not None and pipeline.divided is not None:
+        own = {name: gradient for name, gradient in found.items() if gradient is not None}
+        found |= pipeline.divided.whole_weights(own, tensor_group())
+    return found
 
 
 def hyperparameters_of(trainer: Trainer) -> dict[str, Any]:

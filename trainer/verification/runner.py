@@ -53,8 +53,8 @@ KEPT = (
 _IN_FLOAT64 = (None, 32, "32", "32-true")
 """Precisions that the runs replace with float64, if the model allows it."""
 
-_LEFT_OUT = {"recovery": None, "rebalance": None}
-"""Settings of a pipeline that do not apply to a reference with one stage."""
+_LEFT_OUT = ("recovery", "rebalance", "tensor_parallel_size")
+"""Settings of a pipeline that do not apply to a reference with one stage and whole layers."""
 
 
 class VerifiedStrategy:
@@ -79,11 +79,6 @@ class VerifiedStrategy:
                 f"{self.kind.__name__}. Set strategy to 'rpc_sequential', 'ddp' or 'zero'."
             )
         self.arguments: dict[str, Any] = dict(arguments)
-        if (parts := self.arguments.get("tensor_parallel_size", 1)) != 1:
-            raise MisconfigurationException(
-                f"verify cannot compare tensor_parallel_size={parts} yet, whose gradients are parts. Verify the run "
-                "with tensor_parallel_size=1 and the same number of stages."
-            )
         self.num_devices = num_devices
 
     @property
@@ -97,9 +92,14 @@ class VerifiedStrategy:
         return self.arguments.get("data_parallel_size", 1) if self.is_pipeline else self.num_devices
 
     @property
+    def num_parts(self) -> int:
+        """Number of pipelines that divide the layers of each rank, otherwise 1."""
+        return self.arguments.get("tensor_parallel_size", 1)
+
+    @property
     def num_stages(self) -> int:
         """Number of stages of a pipeline, otherwise 1."""
-        return self.num_devices // self.ranks if self.is_pipeline else 1
+        return self.num_devices // self.ranks // self.num_parts if self.is_pipeline else 1
 
     @property
     def is_whole_loss(self) -> bool:
@@ -130,7 +130,7 @@ class VerifiedStrategy:
         )
 
     def with_one_stage(self, precision: Any, facts: Mapping[str, Any]) -> Execution:
-        """Return the run of the same strategy with one stage, in one process for each replica."""
+        """Return the run of the same strategy with one stage of whole layers, in one process for each replica."""
         from strategies.rpc_sequential import RPCSequentialStrategy
 
         arguments = {name: value for name, value in self.arguments.items() if name not in _LEFT_OUT}
@@ -418,6 +418,7 @@ def _described(verified: VerifiedStrategy, actual: RunRecord) -> str:
         words.append(f"schedule={facts.get('schedule')!r}, balance={facts.get('balance')}")
         tokens = verified.arguments.get("microbatch_tokens")
         words.append(f"microbatch_tokens={tokens}" if tokens else f"microbatches={facts.get('microbatches')}")
+        words += [f"tensor_parallel_size={verified.num_parts}"] * (verified.num_parts > 1)
     elif verified.name == "ZeROStrategy":
         words.append(f"stage={verified.arguments.get('stage', 1)}")
     return ", ".join([*words, f"{verified.num_devices} processes"])
@@ -502,7 +503,7 @@ class RunProcesses:
         """Return a key that is equal for executions that run in the same process, one after another."""
         of_all = execution.is_of_all_ranks and self.launched is not None
         has_ranks = execution.strategy is not None and self._job.ranks > 1  # which run the command again
-        return of_all, execution.name if of_all or has_ranks else ""
+        return of_all, execution.name if of_all or has_ranks or execution.num_parts > 1 else ""
 
     def _run(self, executions: Sequence[Execution], launched: LaunchedRanks | None = None) -> dict[str, FailedRun]:
         for execution in executions:

@@ -50,7 +50,7 @@ class WeightAverages(Feature):
 
     def arguments(self, prepared: Preparation, optimizers: Sequence[Optimizer]) -> PipelineArguments:
         """Return the copies of the model in which callbacks keep averages."""
-        if isinstance(prepared.module, JoinedLists) and _averaging(prepared.trainer):
+        if isinstance(prepared.module, JoinedLists) and averaging_callbacks(prepared.trainer):
             raise MisconfigurationException(
                 "Averages of weights (WeightAveraging, StochasticWeightAveraging) work with one nn.Sequential or "
                 f"nn.ModuleList, but {described(prepared.module.paths)} are pipelined together. Name one of them by "
@@ -89,7 +89,7 @@ def find_copies(trainer: Any, module: Pipelined, path: str) -> list[ModelCopy]:
         MisconfigurationException: If a copy is not a copy of this model.
     """
     copies = []
-    for callback in _averaging(trainer):
+    for callback in averaging_callbacks(trainer):
         model = averaged_model(callback)
         assert model is not None
         try:
@@ -115,15 +115,15 @@ def average_on_stages(trainer: Any, reading_late: Callable[[], AbstractContextMa
     Returns:
         Functions that make the callbacks compute on the driver again.
     """
-    callbacks = _averaging(trainer)
+    callbacks = averaging_callbacks(trainer)
     undo = [undo for callback in callbacks for undo in run_hooks_within(callback, _HOOKS, OnStages)]
     # WeightAveraging saves the average under the key ``state_dict``.
     saving = [undo for own in callbacks for undo in run_hooks_within(own, ["on_save_checkpoint"], reading_late)]
     return [*undo, *saving]
 
 
-def _averaging(trainer: Any) -> list[WeightAveraging | StochasticWeightAveraging]:
-    """Return the callbacks that use an average in this run; ``StochasticWeightAveraging`` does so only in ``fit``."""
+def averaging_callbacks(trainer: Any) -> list[WeightAveraging | StochasticWeightAveraging]:
+    """Return the callbacks that hold an average in this run; ``StochasticWeightAveraging`` does so only in ``fit``."""
     kinds = (
         (WeightAveraging, StochasticWeightAveraging) if trainer.state.fn == TrainerFn.FITTING else (WeightAveraging,)
     )

@@ -1,10 +1,11 @@
 """What a feature of a pipeline may do, in the order of a run.
 
-of ─▶ check ─▶ prepare ─▶ arguments ─▶ memory ─▶ (workers start) ─▶ training_step ─▶ begin
-options  setup                                                        batches ...
+of ─▶ check ─▶ prepare ─▶ measuring ─▶ arguments ─▶ memory ─▶ (workers start) ─▶ training_step ─▶ begin
+options  setup                                                                     batches ...
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar, Protocol, TypedDict
@@ -76,6 +77,10 @@ class Feature:
     def prepare(self, prepared: Preparation) -> Iterable[Undo]:
         """Make the changes that must precede measuring and sending layers; yield functions that undo them."""
         return ()
+
+    def measuring(self, prepared: Preparation) -> AbstractContextManager[Any]:
+        """Return the context in which layers are measured, for the schedule and the balance."""
+        return nullcontext()
 
     def arguments(self, prepared: Preparation, optimizers: Sequence[Optimizer]) -> PipelineArguments:
         """Return arguments of the pipeline. ``optimizers`` holds the user's optimizers if the run trains."""

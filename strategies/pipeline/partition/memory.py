@@ -324,7 +324,7 @@ def _way_out(lack: _Lack, smallest: Sequence[int] | None, num_stages: int) -> st
         return (
             f"No number of stages suffices: a single layer, or the last layer with the rest of the model, needs more "
             f"than the {_mebi(lack.room_bytes)} that a {lack.place} has for a stage. Raise the limit, divide this "
-            f"layer into several, or use {instead}."
+            f"layer into several or among processes (tensor_parallel_size), or use {instead}."
         )
     number, enough = len(smallest), "suffice" if len(smallest) <= num_stages else "are needed at least"
     return (

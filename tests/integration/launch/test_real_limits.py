@@ -103,3 +103,4 @@ def test_real_limits_of_a_process_refuse_a_stage() -> None:
         r"\(RLIMIT_AS, `ulimit -v`\)\. With (99\d|1,00\d) MiB for a stage per process, 2 stages suffice", space
     )
     assert "No number of stages suffices: a single layer, or the last layer with the rest of the model" in layer
+    assert "divide this layer into several or among processes (tensor_parallel_size)" in layer

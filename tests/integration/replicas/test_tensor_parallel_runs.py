@@ -95,6 +95,11 @@ def test_more_models_and_schedules(cases: list[str]) -> None:
 
 
 @pytest.mark.nightly
+def test_what_is_found_by_measuring_parts() -> None:
+    run(compared, 2, 2, 1, ["auto", "by_size", "by_time"], timeout_seconds=390)
+
+
+@pytest.mark.nightly
 def test_parts_and_replicas() -> None:
     run(compared, 2, 2, 2, ["llama", "reduced"], timeout_seconds=390)
 

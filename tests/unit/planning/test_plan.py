@@ -29,6 +29,7 @@ from strategies.optim.costs import StepCost
 from strategies.pipeline.schedule.operations import UserCode
 from strategies.planning import plan
 from strategies.planning.plan import PlanTable
+from strategies.sharding.single_rank import GroupSeconds, LinearSeconds
 from trainer import Trainer
 from trainer.plan_report import strategy_block, why_best, yaml_of
 
@@ -129,8 +130,9 @@ def trainer_with(devices: int = 2, **settings: Any) -> Trainer:
 
 
 def planned(model: pl.LightningModule, data: Any = None, *, settings: Any = None, **choices: Any) -> PlanTable:
+    settings = settings or {}
     with redirect_stdout(io.StringIO()):
-        return trainer_with(**(settings or {})).plan(model, data, **choices)
+        return trainer_with(2 * settings.get("tensor_parallel_size", 1), **settings).plan(model, data, **choices)
 
 
 @pytest.fixture(scope="module")
@@ -638,6 +640,84 @@ def test_what_replicas_divide_takes_less_memory() -> None:
     assert [each.need.gradients for each in found] == [4 * LAYER_BYTES] * 3
     assert [each.need.states // LAYER_BYTES for each in found] == [8, 4, 4]  # the two states of AdamW
     assert [each.freed_gradients for each in found] == [0, 0, 2 * LAYER_BYTES]
+
+
+class Divided(Large):
+    """Layers that are divided by their outputs and by their inputs in turn; the head is whole."""
+
+    def tensor_parallel_plan(self) -> dict[str, str]:
+        return {f"sequential_module.{number}": "rowwise" if number % 2 else "colwise" for number in range(2 * BLOCKS)}
+
+
+def parted(model: pl.LightningModule, **settings: Any) -> PlanTable:
+    settings = {"balance": [4, 4], "tensor_parallel_size": 2, **settings}
+    devices = 2 * settings["tensor_parallel_size"] * settings.get("data_parallel_size", 1)
+    with redirect_stdout(io.StringIO()):
+        return trainer_with(devices=devices, **settings).plan(model, microbatches=2, schedules="1f1b")
+
+
+def test_pipelines_that_divide_layers_have_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(plan, "share_of_threads", lambda processes: asked.append(processes) or 1)
+    model = Divided()
+    before = {name: (p, p.data_ptr(), p.detach().clone()) for name, p in model.named_parameters()}
+    table = parted(model, data_parallel_size=2)
+    worker, driver = table.best.processes
+    half, biases = WIDTH * WIDTH * FLOAT // 2, (WIDTH + WIDTH // 2) * FLOAT  # of two layers; one bias is whole
+    assert worker.need.parameters == worker.need.gradients == 4 * half + 2 * biases
+    assert worker.need.states == 2 * worker.need.parameters
+    assert driver.need.parameters == worker.need.parameters + LAYER_BYTES
+    whole = (2 * BLOCKS + 1) * LAYER_BYTES
+    assert driver.start_bytes == whole and driver.end_bytes == 3 * whole + driver.need.gradients
+    assert set(asked) == {8}, "2 stages x 2 parts x 2 replicas"
+    written = yaml.safe_load(yaml_of(table, table.best))["trainer"]
+    assert written["devices"] == 8 and written["strategy"]["init_args"]["tensor_parallel_size"] == 2
+    assert any("one of the 2 pipelines that divide the layers (tensor_parallel_size=2)" in note for note in table.notes)
+    for name, parameter in model.named_parameters():
+        same, place, values = before[name]
+        assert parameter is same and parameter.data_ptr() == place and torch.equal(parameter, values)
+
+
+def test_a_hugging_face_model_is_divided_by_its_plan() -> None:
+    words = torch.randint(50, (4, 6))
+    found = [
+        planned(Llama(), DataLoader(words, batch_size=4), microbatches=[2], schedules="1f1b", settings=settings)
+        for settings in ({"balance": [2, 2]}, {"balance": [2, 2], "tensor_parallel_size": 2})
+    ]
+    whole, half = (table.best.processes[0] for table in found)
+    norms = 2 * 2 * 8 * FLOAT  # every pipeline has the two norms of each of the two blocks
+    assert half.need.parameters - norms == (whole.need.parameters - norms) // 2
+    assert half.activations < whole.activations
+    assert found[1].measured_on == "training_step on a batch of 4 rows"
+
+
+def test_times_of_divided_layers_include_their_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = []
+    for latency in (0.0, 0.02):
+        waiting = GroupSeconds(sum=LinearSeconds(latency))
+        monkeypatch.setattr(plan, "group_seconds", lambda size, waiting=waiting: waiting)
+        seconds.append(parted(Divided()).best.seconds)
+    # In each of 2 micro-batches and pairs of layers, one sum forward and one backward; a stage has 2 pairs.
+    assert seconds[1] - seconds[0] > 2 * 2 * 2 * 0.02
+
+
+def test_what_a_run_refuses_is_refused_with_divided_layers() -> None:
+    class LateDivided(Late):
+        tensor_parallel_plan = Divided.tensor_parallel_plan
+
+    with pytest.raises(MisconfigurationException, match=r"but configure_model of LateDivided makes sequential_module"):
+        parted(LateDivided())
+    with pytest.raises(MisconfigurationException, match=r"divides layers by a plan, but Large has none"):
+        parted(Large())
+    with pytest.raises(MisconfigurationException, match=r"tensor_parallel_size=3 cannot divide sequential_module"):
+        parted(Divided(), tensor_parallel_size=3)
+
+    class ByRows(Divided):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Muon([p for p in self.parameters() if p.ndim == 2])
+
+    with pytest.raises(MisconfigurationException, match=r"Muon cannot be used under tensor_parallel_size=2"):
+        parted(ByRows())
 
 
 def test_a_model_that_configure_model_builds_is_never_whole() -> None:

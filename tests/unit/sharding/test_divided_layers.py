@@ -1,5 +1,6 @@
 """How a plan divides the layers of a model, in one process; ``test_tensor_parallel_runs.py`` trains with it."""
 
+import copy
 from collections.abc import Mapping
 
 import pytest
@@ -51,6 +52,19 @@ def test_parts_make_the_whole(part: TensorPart) -> None:
 def test_packed_tensors_are_divided_one_by_one() -> None:
     gate_and_up = torch.arange(8).view(8, 1)
     assert TensorPart(-2, packed=2).of(gate_and_up, 1, 2).flatten().tolist() == [2, 3, 6, 7]
+
+
+def test_copies_of_the_model_are_divided_in_the_same_way() -> None:
+    model = Words(is_tied=True)
+    average = copy.deepcopy(model)
+    whole = model.table.weight.detach().clone()
+    divided = DividedModel(model, {**PLAN, **HEAD}, 1, 2, [average])
+    for (name, own), other in zip(model.named_parameters(), average.parameters(), strict=True):
+        assert other.shape == own.shape and torch.equal(other, own), name
+    assert average.head.weight is average.table.weight and torch.equal(average.head.weight, whole[3:])
+    divided.restore(None)
+    with pytest.raises(RuntimeError, match="this Words holds only a part of its weights"):
+        average.state_dict()
 
 
 def test_each_rank_has_its_part() -> None:

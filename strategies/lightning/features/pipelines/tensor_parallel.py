@@ -1,5 +1,6 @@
 """``tensor_parallel_size``: pipelines that divide the weights of single layers and train on the same batches.
 
+    measuring   the part of one pipeline, with as long a wait for each sum over the pipelines as it takes
     arguments   values of pipeline 0 to the others ─▶ each keeps its part of the divided parameters and states
     each step   the batches of all pipelines must be equal; in the first, also the gradients of what is not divided
     teardown    the parts of all pipelines ─▶ whole parameters and states
@@ -8,9 +9,9 @@ In between, everything that follows a parameter (messages, optimizers, averages)
 and checkpoints are those of whole parameters.
 """
 
-import random
 from binascii import crc32
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,24 +21,27 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from strategies.common.patching import replaced
+from strategies.common.random_seeds import random_state, set_random_state
 from strategies.common.torch_compat import tree_leaves
 from strategies.common.transformers_compat import tensor_parallel_plans
 from strategies.lightning.arguments import as_misconfiguration, check_whole_number
 from strategies.lightning.compat import (
     Metric,
     MisconfigurationException,
-    StochasticWeightAveraging,
-    WeightAveraging,
+    averaged_model,
     rank_zero_info,
     rank_zero_warn,
 )
+from strategies.lightning.features.averages import averaging_callbacks, find_copies
 from strategies.lightning.features.feature import Feature, PipelineArguments
-from strategies.lightning.hooks import Undo, after_backward, overridden_gradient_hooks
+from strategies.lightning.hooks import Undo, after_backward, overridden_gradient_hooks, run_hooks_within
 from strategies.lightning.options import Options
 from strategies.lightning.run import Preparation, Run
 from strategies.optim.restricted import parameters_of
 from strategies.optim.trial import check_by_element
+from strategies.pipeline.state.shelved import put_values
 from strategies.sharding.divided_layers import DividedModel, TensorGroup, check_is_whole
+from strategies.sharding.single_rank import GroupSeconds, as_single_rank
 
 _DIGESTED = 2**16
 """The number of values of a tensor of a batch that pipelines compare."""
@@ -78,9 +82,7 @@ class TensorParallel(Feature):
         excluded = {
             "recovery": options.recovery is not None,
             "rebalance": options.rebalance is not None,
-            "state_dict_type='sharded'": options.state_dict_type == "sharded",
             "gather_on_end=False": options.gather_on_end is False,
-            "schedule='auto'": options.order.name == "auto",
         }
         if given := [name for name, is_given in excluded.items() if is_given]:
             raise MisconfigurationException(
@@ -102,24 +104,32 @@ class TensorParallel(Feature):
                 f"{', '.join(hooks)}: under tensor_parallel_size={self._size} each pipeline has its part of the "
                 "gradients of divided layers. To clip, use self.trainer.strategy.clip_grad_norm_(max_norm)."
             )
-        for callback in trainer.callbacks:
-            if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
-                raise MisconfigurationException(
-                    f"{type(callback).__name__} does not work with tensor_parallel_size={self._size} yet: its copy of "
-                    "the model has whole layers. Leave one of them out."
-                )
 
     def prepare(self, prepared: Preparation) -> Iterable[Undo]:
         """Give all pipelines of the replica the random state of the first, and count the replicas only in metrics."""
         ranks = prepared.ranks
         self._group = TensorGroup(ranks.tensor_parallel_group)
         yield lambda: self._end(failed=prepared.trainer.interrupted)
-        _share_random_state(ranks.tensor_parallel_group, is_first=ranks.part == 0)
+        _share_random_state(ranks.tensor_parallel_group, ranks.root_device, is_first=ranks.part == 0)
         inside = {*prepared.module.modules()}
         for metric in prepared.model.modules():
             if isinstance(metric, Metric) and metric.process_group is None and metric not in inside:
                 metric.process_group = ranks.data_parallel_group
                 yield partial(setattr, metric, "process_group", None)
+
+    @contextmanager
+    def measuring(self, prepared: Preparation) -> Iterator[None]:
+        """Measure the part of one pipeline."""
+        options, is_auto = prepared.options, prepared.settings.is_auto
+        if options.given_balance is not None and not is_auto:
+            yield  # nothing is measured
+            return
+        seconds = None
+        if is_auto or options.balances_by_time:
+            assert self._group is not None
+            seconds = GroupSeconds.measured(self._group)
+        with as_misconfiguration(), as_single_rank(prepared.model, self._plan, self._size, seconds):
+            yield
 
     def arguments(self, prepared: Preparation, optimizers: Sequence[Optimizer]) -> PipelineArguments:
         """Divide the model and the states of the optimizers."""
@@ -128,10 +138,12 @@ class TensorParallel(Feature):
         with as_misconfiguration():
             for optimizer in optimizers:
                 check_by_element(optimizer, f"tensor_parallel_size={self._size}", "tensor_parallel_size=1")
-            for tensor in [*model.parameters(), *model.buffers()]:
-                if not tensor.is_meta:
-                    tensor.data.copy_(group.of_first(tensor.data))
-            self._model = DividedModel(model, self._plan, group.rank, group.size)
+            averages = [copy.model for copy in find_copies(prepared.trainer, prepared.module, prepared.path)]
+            for each in (model, *averages):
+                for tensor in [*each.parameters(), *each.buffers()]:
+                    if not tensor.is_meta:
+                        tensor.data.copy_(group.of_first(tensor.data))
+            self._model = DividedModel(model, self._plan, group.rank, group.size, averages)
         rank_zero_info(f"tensor_parallel_size={self._size}: {self._model.described()}.")
         self._optimizers = optimizers
         for optimizer in optimizers:
@@ -154,6 +166,28 @@ class TensorParallel(Feature):
                 run.pipeline.optimizers.check_equal_gradients()
 
         yield after_backward(run.precision, check)
+        for callback in averaging_callbacks(run.trainer):
+            average = averaged_model(callback)
+            assert average is not None
+            yield from run_hooks_within(callback, ["state_dict", "on_save_checkpoint"], partial(self._whole, average))
+
+    @contextmanager
+    def _whole(self, average: nn.Module) -> Iterator[None]:
+        """Context in which the state dict of an average has whole weights. All pipelines of a replica enter it."""
+
+        def join(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+            assert self._model is not None and self._group is not None
+            own = {name: state[f"{prefix}{name}"] for name in self._model.parts}
+            put_values(own)
+            state.update(
+                {f"{prefix}{name}": value for name, value in self._model.whole_weights(own, self._group).items()}
+            )
+
+        handle = average.register_state_dict_post_hook(join)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def _with_equal_batches(self, name: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         assert self._group is not None
@@ -246,13 +280,18 @@ def plan_of(model: nn.Module, size: int) -> Mapping[str, str]:
     return found
 
 
-def _share_random_state(group: Any, *, is_first: bool) -> None:
-    """Give all pipelines of a replica the state of the random generators of the first one."""
+def _share_random_state(group: Any, device: torch.device, *, is_first: bool) -> None:
+    """Give all pipelines of a replica the state of the random generators of the first one.
+
+    Args:
+        group: The drivers of the pipelines.
+        device: The device of this driver, whose generator is shared too.
+        is_first: Whether this is the first pipeline.
+    """
     states: list[Any] = [None]
     if is_first:
-        states = [(random.getstate(), np.random.get_state(), torch.get_rng_state())]
+        states = [(np.random.get_state(), random_state(device))]
     torch.distributed.broadcast_object_list(states, torch.distributed.get_global_rank(group, 0), group)
-    python, numpy, cpu = states[0]
-    random.setstate(python)
-    np.random.set_state(numpy)
-    torch.set_rng_state(cpu)
+    of_numpy, others = states[0]
+    np.random.set_state(of_numpy)
+    set_random_state(others, device)

@@ -165,7 +165,7 @@ def contents_of(path: Path) -> dict[str, Any]:
 
 
 def over_ranks(folder: Path) -> None:
-    for names in (("single", "sharded"), ("ddp", "zero 2"), ("replicas",)):  # that need no new processes
+    for names in (("single", "sharded"), ("ddp", "zero 2"), ("replicas", "parts")):  # that need no new processes
         assert Script(weight_averaging_job.__file__, str(folder), *names).wait(timeout=200) == 0, names
 
 

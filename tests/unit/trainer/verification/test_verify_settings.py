@@ -87,6 +87,14 @@ def test_batches_are_divided_among_ranks_and_replicas() -> None:
     assert VerifiedStrategy(RPCSequentialStrategy(data_parallel_size=2), 4).ranks == 2
 
 
+def test_pipelines_that_divide_layers_train_on_the_same_batches() -> None:
+    verified = VerifiedStrategy(RPCSequentialStrategy(data_parallel_size=2, tensor_parallel_size=3), 12)
+    assert (verified.ranks, verified.num_parts, verified.num_stages) == (2, 3, 2)
+    assert verified.run(None).num_parts == 3
+    reference = verified.with_one_stage(None, {})
+    assert (reference.devices, reference.num_parts) == (2, 1)
+
+
 def test_arguments_of_the_runs() -> None:
     average = EMAWeightAveraging()
     given = {

@@ -1,20 +1,19 @@
 """Which plans and options ``tensor_parallel_size`` accepts, before any process starts."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from pytorch_lightning import LightningModule
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import nn
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from strategies import RPCSequentialStrategy
-from strategies.lightning.features.pipelines.tensor_parallel import digest, plan_of
+from strategies.lightning.features.pipelines.tensor_parallel import TensorParallel, digest, plan_of
 from strategies.pipeline.recovery.repairs import Recovery
 from strategies.sharding.divided_layers import DividedModel
 from trainer import Trainer
-from trainer.verification.runner import VerifiedStrategy
 
 SMALL: dict[str, Any] = {
     "vocab_size": 8,
@@ -46,9 +45,7 @@ def test_a_number_of_parts(size: Any) -> None:
 OPTIONS: dict[str, dict[str, Any]] = {
     "recovery": {"recovery": Recovery(max_restarts=1)},
     "rebalance": {"rebalance": "auto"},
-    "state_dict_type='sharded'": {"state_dict_type": "sharded"},
     "gather_on_end=False": {"gather_on_end": False},
-    "schedule='auto'": {"schedule": "auto"},
 }
 
 
@@ -56,14 +53,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_options_that_exclude_each_other(name: str) -> None:
     with pytest.raises(MisconfigurationException, match=f"{name} does not work with tensor_parallel_size=2 yet"):
         RPCSequentialStrategy(tensor_parallel_size=2, **OPTIONS[name])
-
-
-def test_what_knows_whole_layers_only() -> None:
-    arguments: Any = {"accelerator": "cpu", "devices": 2, "strategy": RPCSequentialStrategy(tensor_parallel_size=2)}
-    with pytest.raises(MisconfigurationException, match=r"plan does not know what tensor_parallel_size=2 divides yet"):
-        Trainer(**arguments).plan(LightningModule())
-    with pytest.raises(MisconfigurationException, match=r"verify cannot compare tensor_parallel_size=2 yet"):
-        VerifiedStrategy(arguments["strategy"], 2)
 
 
 def test_devices_that_do_not_divide() -> None:
@@ -87,6 +76,19 @@ def test_each_process_has_its_share_of_the_parameters(size: int) -> None:
     whole = sum(parameter.numel() for parameter in model.parameters())
     DividedModel(model, plan_of(model, size), size - 1, size)
     assert sum(parameter.numel() for parameter in model.parameters()) < 1.15 * whole / size
+
+
+@pytest.mark.parametrize("balance", ["by_size", [1, 1]], ids=str)
+def test_layers_are_measured_as_parts(balance: Any) -> None:
+    options = RPCSequentialStrategy(balance, tensor_parallel_size=2).options
+    model = Around(LlamaForCausalLM(LlamaConfig(**SMALL)))
+    prepared: Any = SimpleNamespace(model=model, options=options, settings=options.settings, is_fitting=False)
+    feature, shape = TensorParallel(2), [8, 8]
+    feature.check(prepared)
+    query = model.model.model.layers[0].self_attn.q_proj
+    with feature.measuring(prepared):
+        assert list(query.weight.shape) == ([4, 8] if balance == "by_size" else shape)  # nothing to measure otherwise
+    assert list(query.weight.shape) == shape
 
 
 def test_heads_that_do_not_divide() -> None:
