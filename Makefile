@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/installed
 INSTALL := pip install --quiet --disable-pip-version-check --config-settings editable_mode=compat
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: device-plane device-plane-all docs drawing ends faults help demo unit test slow nightly check coverage mutation ray bench bench-tiny clean
+.PHONY: cluster device-plane device-plane-all docs drawing ends faults help demo unit test slow nightly check coverage mutation ray bench bench-tiny clean
 
 help:
 	@echo "make demo     train a character GPT as a two-stage pipeline on two CPU processes (about two minutes)"
@@ -23,6 +23,7 @@ help:
 	@echo "make drawing  compare classes of public packages, drawn by the seed of the day or SEED=..., with one process (a quarter of an hour)"
 	@echo "make faults   disturb 1,000 small runs by random faults (two hours); it continues where it was interrupted"
 	@echo "make ray      install Ray into .venv and train under it (some minutes)"
+	@echo "make cluster  run jobs on a SLURM of two hosts in namespaces (root; munge, slurmctld, slurmd, slurm-client, iproute2; a quarter of an hour)"
 	@echo "make ends     show how 200 runs of torchrun end, beside as many of Lightning's DDP (an hour)"
 	@echo "make coverage run each test file under coverage (about an hour) and print what no test reaches"
 	@echo "make mutation test 60 one-line defects in strategies/ (hours; after make coverage)"
@@ -56,6 +57,11 @@ slow nightly: $(INSTALLED)
 ray: $(INSTALLED)
 	$(INSTALL) -e '.[ray]'
 	OMP_NUM_THREADS=1 python -m pytest -m nightly tests/integration/launch/test_ray.py
+
+# Where a cluster cannot run, the tests are skipped; here that is an error.
+cluster: $(INSTALLED)
+	PYTHONPATH=tests/helpers python -c "from slurm_cluster import CAN_HAVE_CLUSTER, NO_CLUSTER; CAN_HAVE_CLUSTER or exit(NO_CLUSTER)"
+	OMP_NUM_THREADS=1 python -m pytest -m nightly tests/integration/launch/test_cluster.py
 
 check: $(INSTALLED)
 	ruff check .
