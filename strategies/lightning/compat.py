@@ -408,6 +408,19 @@ def summary_depth(callback: ModelSummary) -> int:
     return callback._max_depth
 
 
+# Signals
+
+
+def slurm_handler(trainer: Trainer) -> Callable[..., None]:
+    """Return Lightning's handler of SLURM's signal, which saves a checkpoint and puts the job back into the queue."""
+    return trainer._signal_connector._slurm_sigusr_handler_fn
+
+
+def replacing_slurm_handler(trainer: Trainer, handler: Callable[..., None]) -> tuple[Any, str, Callable[..., None]]:
+    """Return object, name and value of the attribute that makes Lightning register another handler instead."""
+    return trainer._signal_connector, "_slurm_sigusr_handler_fn", handler
+
+
 # The profiler of torch
 
 

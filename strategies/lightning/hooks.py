@@ -31,6 +31,7 @@ from strategies.lightning.compat import (
     Trainer,
     is_overridden,
     is_stand_in,
+    replacing_slurm_handler,
     replacing_summary,
     unwrapped,
 )
@@ -220,6 +221,14 @@ def collect_logs(model: LightningModule, collector: Callable[[], Collect | None]
 def without_logs(model: LightningModule) -> Undo:
     """Make ``self.log`` of a model do nothing."""
     return replaced(model, "log", lambda *args, **kwargs: None)
+
+
+# Signals
+
+
+def on_notice_of_slurm(trainer: Trainer, function: Callable[[], None]) -> Undo:
+    """Call a function in place of Lightning's handler of the signal with which SLURM announces the end of a job."""
+    return replaced(*replacing_slurm_handler(trainer, lambda *args: function()))
 
 
 # Hooks of the user

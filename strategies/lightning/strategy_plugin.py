@@ -62,6 +62,7 @@ from strategies.lightning.launch.loopback import (
     on_loopback,
     place_in_group,
 )
+from strategies.lightning.launch.requeue import requeue_after_batch, requeues
 from strategies.lightning.launch.script_launcher import in_place_of, mark_entered
 from strategies.optim.calls import after_steps
 from strategies.optim.restricted import check_optimizer_states, parameters_of
@@ -146,6 +147,9 @@ class StrategyPlugin(Strategy):
             self._writer = BackgroundWriter()
             if trainer is not None:
                 self._undo_waiting = wait_before_naming(trainer, self._writer)
+        if trainer is not None and requeues(environment := getattr(ranks, "cluster_environment", None)):
+            undo = requeue_after_batch(trainer, environment, size if has_group else 1, self._saving_at_once)
+            self._undo_waiting = [*self._undo_waiting, *undo]
 
     @abstractmethod
     def setup(self, trainer: Trainer) -> None:
@@ -234,6 +238,16 @@ class StrategyPlugin(Strategy):
         """If the process group has lost a connection, record this, so that no later call waits for the group."""
         note_lost_connection(exception)
         super().on_exception(exception)
+
+    @contextmanager
+    def _saving_at_once(self) -> Iterator[None]:
+        """Context in which no checkpoint is written in the background."""
+        self._writer.settle()
+        before, self._writer = self._writer, Writer()
+        try:
+            yield
+        finally:
+            self._writer = before
 
     def _has_failed(self) -> bool:
         """Whether an error has ended the run. Errors of its teardown must not hide that error."""

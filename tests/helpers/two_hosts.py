@@ -24,10 +24,10 @@ class TwoHosts:
     MASTER = "10.77.1.1"
 
     def __init__(self, prefix: str) -> None:
-        self._router, self.hosts = f"{prefix}-router", [f"{prefix}-a", f"{prefix}-b"]
+        self.router, self.hosts = f"{prefix}-router", [f"{prefix}-a", f"{prefix}-b"]
 
     def start(self) -> None:
-        for name in (self._router, *self.hosts):
+        for name in (self.router, *self.hosts):
             _ip("netns", "add", name)
             _ip("-n", name, "link", "set", "lo", "up")
         for number, host in enumerate(self.hosts, 1):
@@ -35,25 +35,25 @@ class TwoHosts:
             folder.mkdir(parents=True)
             (folder / "resolv.conf").write_text("nameserver 127.0.0.1\n")  # refuses at once
             end, gateway = f"to{number}", f"10.77.{number}.254"
-            _ip("-n", self._router, "link", "add", "name", end, "type", "veth", "peer", "name", "e0", "netns", host)
-            _ip("-n", self._router, "addr", "add", f"{gateway}/24", "dev", end)
-            _ip("-n", self._router, "link", "set", end, "up")
+            _ip("-n", self.router, "link", "add", "name", end, "type", "veth", "peer", "name", "e0", "netns", host)
+            _ip("-n", self.router, "addr", "add", f"{gateway}/24", "dev", end)
+            _ip("-n", self.router, "link", "set", end, "up")
             _ip("-n", host, "addr", "add", f"10.77.{number}.1/24", "dev", "e0")
             _ip("-n", host, "link", "set", "e0", "up")
             _ip("-n", host, "route", "add", "default", "via", gateway)
-        _ip("netns", "exec", self._router, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward")
+        _ip("netns", "exec", self.router, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward")
 
     def end(self) -> None:
-        for name in (*self.hosts, self._router):
+        for name in (*self.hosts, self.router):
             subprocess.run(["ip", "netns", "del", name], check=False)
             shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
 
     def cut(self) -> None:
         """Drop everything that host ``a`` sends to host ``b``; both hosts still see their own link as up."""
-        _ip("-n", self._router, "route", "add", "blackhole", "10.77.2.1/32")
+        _ip("-n", self.router, "route", "add", "blackhole", "10.77.2.1/32")
 
     def heal(self) -> None:
-        _ip("-n", self._router, "route", "del", "blackhole", "10.77.2.1/32")
+        _ip("-n", self.router, "route", "del", "blackhole", "10.77.2.1/32")
 
     def start_ranks(self, command: Sequence[str], port: int, folder: Path) -> list[subprocess.Popen]:
         """Start two ranks on each host as ``srun`` does. Each writes its output to ``out-RANK`` in the folder."""
@@ -61,6 +61,7 @@ class TwoHosts:
 
     def _start_rank(self, rank: int, command: Sequence[str], port: int, output: Path) -> subprocess.Popen:
         host = self.hosts[rank // NUM_LOCAL]
+        named = ["unshare", "--uts", "sh", "-c", f'hostname {host[-1]}; exec "$@"', "sh"]
         variables = {
             "SLURM_JOB_ID": "7",
             "SLURM_JOB_NAME": "relay",
@@ -76,7 +77,6 @@ class TwoHosts:
             "PYTHONWARNINGS": "ignore",
             "OMP_NUM_THREADS": "1",
         }
-        named = ["unshare", "--uts", "sh", "-c", f'hostname {host[-1]}; exec "$@"', "sh"]
         with output.open("w") as file:
             return subprocess.Popen(
                 ["ip", "netns", "exec", host, *named, *command],

@@ -129,6 +129,8 @@ _RESULT = f"{_LIGHTNING}.trainer.connectors.logger_connector.result"
 _IN_LIGHTNING_COMPAT = {
     f"{_LIGHTNING}.LightningModule._trainer": "connect a model to a Trainer for a plan",
     f"{_LIGHTNING}.Trainer._data_connector": "connect a model to a Trainer for a plan",
+    f"{_LIGHTNING}.Trainer._signal_connector": "requeue a job",
+    f"{_LIGHTNING}.trainer.connectors.signal_connector._SignalConnector._slurm_sigusr_handler_fn": "requeue a job",
     f"{_LIGHTNING}.loops._EvaluationLoop": "resume a run",
     f"{_LIGHTNING}.loops.training_epoch_loop._TrainingEpochLoop._should_accumulate": "tell when nothing is logged",
     f"{_LIGHTNING}.loops._EvaluationLoop._has_run": "resume a run",
