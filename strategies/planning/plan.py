@@ -709,7 +709,7 @@ class _Plan:
                 needs_of=needs,
                 steps=of_layers[1],
                 outside_step=outside[1],
-                transfer=0.0 if self._on_meta else model_costs(cost).transfer,
+                transfer=0.0 if self._on_meta else model_costs(cost, in_reverse=in_reverse).transfer,
                 microbatches=number,
                 recomputed=num_recomputed(self._options.settings.checkpoint, number),
                 rows=given.rows or given.found.rows * number,

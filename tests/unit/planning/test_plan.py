@@ -197,7 +197,10 @@ def test_schedules_with_too_many_chunks_are_left_out() -> None:
 
 
 def test_several_lists_of_layers() -> None:
-    table = planned(TwoLists(), Data(), microbatches=[2, 4])
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        table = trainer_with().plan(TwoLists(), Data(), microbatches=[2, 4])
+    assert "Note: zbv and v-half are left out, because" in printed.getvalue()
     assert {row.schedule for row in table.rows} == {"gpipe", "1f1b", "zb-h1"}
     left_out = "interleaved with 2 stages is left out: its 4 chunks need a layer each, but there are 4 and 3."
     assert table.notes == ["zbv and v-half are left out, because they are for one list of layers", left_out]
