@@ -144,14 +144,25 @@ class ModelCosts:
 
     def seconds(self, table: ActionTable, balance: Sequence[int]) -> float:
         """Return the predicted time of a table whose stages have these numbers of layers, without optimizer step."""
-        model = _Model(self, 1 + max(action.microbatch for row in table for action in row), None)
-        placement = replace(Placement.of(table), num_lists=self.num_lists)
-        costs = model.of_stages(balance, placement)
-        return simulate(table, costs, placement=placement, at_once=self.at_once).total_time
+        number = 1 + max(action.microbatch for row in table for action in row)
+        return simulated([self] * number, table, balance).total_time
 
     def slowness_of(self, process: int) -> float:
         """The factor on the times of layers on a process."""
         return self.slowness[process] if self.slowness else 1.0
+
+
+def simulated(costs: Sequence[ModelCosts], table: ActionTable, balance: Sequence[int]) -> Simulation:
+    """Simulate a table whose stages have these numbers of layers, without optimizer step.
+
+    Args:
+        costs: The costs of each micro-batch.
+        table: The actions of each process.
+        balance: The number of layers of each stage.
+    """
+    placement = replace(Placement.of(table), num_lists=costs[0].num_lists)
+    each = [_Model(own, len(costs), None).of_stages(balance, placement) for own in costs]
+    return simulate(table, each, placement=placement, at_once=costs[0].at_once)
 
 
 CostsOf: TypeAlias = Callable[[int], ModelCosts]
