@@ -240,7 +240,7 @@ def print_plan(table: "PlanTable") -> None:
     if marked := {process.peak_at for row in table.rows for process in row.processes} - {"training"}:
         console.print(f"* Its peak is at the {' or '.join(sorted(marked))} of the run, when it has the whole model.\n")
     for note in table.notes:
-        console.print(f"Note: {note[0].upper()}{note[1:]}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"Note: {note}", markup=False, highlight=False, soft_wrap=True)
     console.print(why_best(table), markup=False, highlight=False, soft_wrap=True)
     console.print(f"\n{yaml_of(table, table.best)}", markup=False, highlight=False, soft_wrap=True)
 

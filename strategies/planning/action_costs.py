@@ -59,10 +59,9 @@ _STEP_NUMBERS = 2**22
 
 
 class Layer(NamedTuple):
-    """The cost of a layer, the bytes that it sends if the next layer is in another process, and the bytes it holds."""
+    """The cost of a layer, and the bytes it holds."""
 
     costs: LayerCosts
-    output_bytes: int
     held: PassBytes
 
 
@@ -160,7 +159,6 @@ class ByAction(_ByLayer):
         if not kept:  # no weight gradient was delayed
             input_grad, weight_grad = backward, 0.0
         activations, output = activation_bytes(layer, value)
-        output_bytes = sum(storage_bytes(tensors_in(output)).values())
         held, _ = pass_bytes(layer, value)
         again = self.recomputed
         costs = LayerCosts(
@@ -173,7 +171,7 @@ class ByAction(_ByLayer):
             parameter_bytes=parameter_bytes(layer.parameters(), self.param_scale),
             step=self._step(layer.parameters()),
         )
-        return Layer(costs, output_bytes, held), output
+        return Layer(costs, held), output
 
 
 @dataclass(frozen=True)
@@ -199,20 +197,22 @@ class WithoutTimes(_ByLayer):
             kept_bytes=kept,
             parameter_bytes=parameter_bytes(layer.parameters(), self.param_scale),
         )
-        return Layer(costs, held.output_size, held), output
+        return Layer(costs, held), output
 
 
 def model_costs(costs: Costs[Layer, DriverPart], *, in_reverse: bool = False) -> ModelCosts:
-    """Return measured costs in the form for the search, with the time to send the average output of a layer.
+    """Return measured costs in the form for the search, with the time to send the input of each layer.
 
     Args:
         costs: The costs.
         in_reverse: Whether the first stage has the last layers.
     """
     layers = costs.layers[::-1] if in_reverse else costs.layers
+    sizes = [layer.held.input_size for layer in layers]
+    seconds = {size: transfer_seconds(size) for size in dict.fromkeys(sizes)}
     return ModelCosts(
         layers=[layer.costs for layer in layers],
-        transfer=transfer_seconds(round(statistics.mean(layer.output_bytes for layer in layers))),
+        transfer=[seconds[size] for size in sizes],
         action=ACTION_SECONDS,
         driver=costs.driver.costs,
         driver_parameter_bytes=costs.driver.parameter_bytes,

@@ -286,7 +286,7 @@ def _median(steps: Sequence[MeasuredStep]) -> ModelCosts:
     gaps = zip(*(driver.between for driver in drivers), strict=True)
     return ModelCosts(
         layers,
-        median([step.costs.transfer for step in steps]),
+        [median(column) for column in zip(*(step.costs.transfers for step in steps), strict=True)],
         median([step.costs.action for step in steps]),
         DriverCosts(
             median([driver.before for driver in drivers]),

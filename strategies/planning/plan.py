@@ -145,6 +145,8 @@ class PipelineOptions:
         zero_stage: What the replicas of a stage divide among themselves.
         num_nodes: Number of hosts.
         loss_weight: How micro-batches are weighted.
+        microbatch_tokens: The largest number of tokens of a micro-batch of rows of similar length. A plan has
+            micro-batches of equally many rows, and says so.
         only_auto: Names of given settings that apply to ``schedule="auto"`` only.
         num_snapshots: Number of snapshots that each process keeps.
         gathers_on_end: Whether the driver gets the whole model after the run; ``None`` if it does so when it had the
@@ -160,6 +162,7 @@ class PipelineOptions:
     zero_stage: int = 0
     num_nodes: int = 1
     loss_weight: str = "rows"
+    microbatch_tokens: int | None = None
     only_auto: Sequence[str] = ()
     num_snapshots: int = 0
     gathers_on_end: bool | None = None
@@ -198,6 +201,7 @@ class PipelineOptions:
             given.zero_stage,
             num_nodes,
             given.loss_weight,
+            given.microbatch_tokens,
             [name for name in ("max_microbatches", "memory_limit_bytes") if getattr(given.order, name) is not None],
             NUM_SLOTS if given.recovery is not None and given.recovery.max_restarts else 0,
             given.gather_on_end,
@@ -536,6 +540,11 @@ class _Plan:
                 settings.check_lists(lists)
         if not options.settings.pipelined_backward:
             self._notes.append("all rows assume pipelined_backward=True")
+        if options.microbatch_tokens is not None:
+            self._notes.append(
+                "all rows assume micro-batches of equally many rows, with all columns; what "
+                f"microbatch_tokens={options.microbatch_tokens} saves is not counted"
+            )
         return schedules
 
     def _chunks(self, schedule: str) -> int:
@@ -748,7 +757,7 @@ class _Plan:
                 needs_of=needs,
                 steps=of_layers[1],
                 outside_step=outside[1],
-                transfer=0.0 if self._on_meta else model_costs(cost).transfer,
+                transfer=0.0 if self._on_meta else model_costs(cost, in_reverse=in_reverse).transfer,
                 microbatches=number,
                 recomputed=num_recomputed(self._options.settings.checkpoint, number),
                 rows=given.rows or given.found.rows * number,

@@ -27,7 +27,7 @@ from strategies.pipeline.schedule.program import ranks_of
 from strategies.pipeline.schedule.tables import SCHEDULES, ActionTable, Placement
 from strategies.planning.action_costs import ACTION_SECONDS, DriverPart, Layer
 from strategies.planning.search import ModelCosts, balanced, neighbours_of
-from strategies.planning.simulator import Simulation, on_cores, with_driver_between
+from strategies.planning.simulator import PerStage, Simulation, on_cores, with_driver_between
 
 EFFORT = 500_000
 """The number of simulated actions that are spent on the balance of a row."""
@@ -76,7 +76,7 @@ class Measured(MeasuredPasses):
             Parameters that several layers share count once in each process.
         steps: The costs of the optimizers' steps, for each layer.
         outside_step: The costs of the optimizers' steps for the driver's part.
-        transfer: Seconds to send the output of a layer to another process.
+        transfer: Seconds to send the input of each layer to another process, or one number for all layers.
         rows: The number of rows of a batch.
         gradient_sets: Number of gradients of a parameter that exist at the same time, if ``training_step`` runs once
             per micro-batch.
@@ -91,7 +91,7 @@ class Measured(MeasuredPasses):
     needs_of: Callable[[Sequence[int], Placement], Sequence[Need]]
     steps: Sequence[StepCost]
     outside_step: StepCost
-    transfer: float
+    transfer: PerStage
     rows: int
     gradient_sets: float = 1
     num_owners: int = 1

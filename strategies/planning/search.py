@@ -34,7 +34,7 @@ from strategies.pipeline.schedule.tables import (
     Placement,
     v,
 )
-from strategies.planning.simulator import ActionCosts, DriverCosts, PreparedTable, Simulation, simulate
+from strategies.planning.simulator import ActionCosts, DriverCosts, PerStage, PreparedTable, Simulation, simulate
 
 EFFORT = 8_000_000
 """Maximum number of simulated actions of a search: about a second."""
@@ -105,7 +105,8 @@ class ModelCosts:
 
     Attributes:
         layers: The costs of each layer.
-        transfer: Time to send the activations or gradients of a micro-batch from one process to another.
+        transfer: Time to send the input of a layer, or its gradient, from one process to another, for each layer or for
+            all of them.
         action: Time of the engine for an action with a message. Weight gradients have none.
         driver: The costs of the driver's part outside the layers.
         driver_parameter_bytes: The memory that the driver always holds for this part.
@@ -120,7 +121,7 @@ class ModelCosts:
     """
 
     layers: Sequence[LayerCosts]
-    transfer: float = 0.0
+    transfer: PerStage = 0.0
     action: float = 0.0
     driver: DriverCosts = field(default_factory=DriverCosts)
     driver_parameter_bytes: float = 0.0
@@ -136,16 +137,32 @@ class ModelCosts:
         """The number of lists of layers."""
         return len(self.lengths) or 1
 
+    @property
+    def transfers(self) -> list[float]:
+        """The time to send the input of each layer."""
+        return list(self.transfer) if isinstance(self.transfer, Sequence) else [self.transfer] * len(self.layers)
+
     def seconds(self, table: ActionTable, balance: Sequence[int]) -> float:
         """Return the predicted time of a table whose stages have these numbers of layers, without optimizer step."""
-        model = _Model(self, 1 + max(action.microbatch for row in table for action in row), None)
-        placement = replace(Placement.of(table), num_lists=self.num_lists)
-        costs = model.of_stages(balance, placement)
-        return simulate(table, costs, placement=placement, at_once=self.at_once).total_time
+        number = 1 + max(action.microbatch for row in table for action in row)
+        return simulated([self] * number, table, balance).total_time
 
     def slowness_of(self, process: int) -> float:
         """The factor on the times of layers on a process."""
         return self.slowness[process] if self.slowness else 1.0
+
+
+def simulated(costs: Sequence[ModelCosts], table: ActionTable, balance: Sequence[int]) -> Simulation:
+    """Simulate a table whose stages have these numbers of layers, without optimizer step.
+
+    Args:
+        costs: The costs of each micro-batch.
+        table: The actions of each process.
+        balance: The number of layers of each stage.
+    """
+    placement = replace(Placement.of(table), num_lists=costs[0].num_lists)
+    each = [_Model(own, len(costs), None).of_stages(balance, placement) for own in costs]
+    return simulate(table, each, placement=placement, at_once=costs[0].at_once)
 
 
 CostsOf: TypeAlias = Callable[[int], ModelCosts]
@@ -395,6 +412,7 @@ class _Model:
         )
         self._has_steps = costs.driver_step > 0 or any(layer.step > 0 for layer in layers)
         self._sums = [[0.0, *accumulate(column)] for column in columns]
+        self._transfers = costs.transfers
 
     def of_stages(self, balance: Sequence[int], placement: Placement) -> ActionCosts:
         """Return the costs of stages with these numbers of layers."""
@@ -410,7 +428,7 @@ class _Model:
             backward=backward,
             input_grad=input_grad,
             weight_grad=weight_grad,
-            transfer=self.costs.transfer,
+            transfer=[self._transfers[start] for start in accumulate(balance[:-1], initial=0)],
             activation_bytes=activations,
             kept_bytes=kept,
             driver=self.costs.driver,
@@ -559,7 +577,7 @@ class _Candidate:
 
 def _peaks(prepared: PreparedTable, model: _Model, balance: Sequence[int], costs: ActionCosts) -> list[float]:
     held, of = model.parameter_bytes(balance, prepared.placement), model.costs.activation_peaks
-    peaks = prepared.peak_bytes(costs) if of is None else of(prepared.table, prepared.placement, balance)
+    peaks = prepared.peak_bytes([costs]) if of is None else of(prepared.table, prepared.placement, balance)
     return [model.costs.memory_scale * (own + peak) for own, peak in zip(held, peaks, strict=True)]
 
 
@@ -769,7 +787,6 @@ def _greedy_tables(
                 candidate.prepared.placement,
                 num,
                 seconds,
-                candidate.costs.transfer,
                 window=window,
                 whole=whole,
                 forward_first=forward_first,
@@ -781,7 +798,6 @@ def greedy_order(
     placement: Placement,
     microbatches: int,
     seconds: Sequence[float],
-    transfer: float,
     *,
     window: int,
     whole: int,
@@ -795,14 +811,14 @@ def greedy_order(
     Args:
         placement: The process of each stage.
         microbatches: The number of micro-batches.
-        seconds: The time of each kind of action (:data:`KINDS`) on each stage.
-        transfer: The time to send activations or gradients to another process.
+        seconds: The times of :meth:`PreparedTable.seconds_of`.
         window: The number of micro-batches by which forward passes of stage 0 may be ahead of backward passes.
         whole: The number of first micro-batches whose backward passes are not split.
         forward_first: Whether forward passes are more urgent than gradients.
         early_first: Whether earlier stages of a process are more urgent than later ones.
     """
     num_stages, process_of = placement.num_stages, placement.process_of
+    transfers = seconds[len(seconds) - num_stages :]
     cost = {kind: seconds[k * num_stages : (k + 1) * num_stages] for k, kind in enumerate(KINDS)}
     step = 1 if early_first else -1
     stages = [placement.stages_of(r)[::step] for r in range(1 + max(process_of))]
@@ -850,7 +866,7 @@ def greedy_order(
         if kind == "F" and to == num_stages:
             grads[i].append(end)
         elif to >= 0:
-            arrival = end + (transfer if process_of[to] != r else 0.0)
+            arrival = end + (transfers[max(to, i)] if process_of[to] != r else 0.0)
             (inputs if kind == "F" else grads)[to].append(arrival)
             heapq.heappush(events, (arrival, process_of[to]))
     return rows

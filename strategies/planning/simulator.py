@@ -13,11 +13,14 @@ from typing import TypeAlias
 
 from strategies.pipeline.schedule.operations import Computation, UserCode
 from strategies.pipeline.schedule.program import driver_row, row_at_once
-from strategies.pipeline.schedule.running_order import Running, check_complete, running_order
+from strategies.pipeline.schedule.running_order import check_complete, running_order
 from strategies.pipeline.schedule.tables import KINDS, Action, ActionTable, Placement, loop
 
 PerStage: TypeAlias = float | Sequence[float]
 """One number for all stages, or one per stage."""
+
+_Step: TypeAlias = tuple[int, int, int, int]
+"""A row, the place of the time in ``seconds``, the place of the awaited step, and of the time to send its result."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ class ActionCosts:
         input_grad: Time of the input gradients, if the backward pass is split. For a stage that cannot be split, this
             is the time of the whole backward pass, and ``weight_grad`` is 0.
         weight_grad: Time of the weight gradients.
-        transfer: Time to send the activations or gradients of one micro-batch from one process to another.
+        transfer: Time to send the input of a stage, or its gradient, from one process to another.
         activation_bytes: The memory that a stage holds from the forward pass on.
         kept_bytes: The part that is kept from the input gradients to the weight gradients; all of it if ``None``.
         driver: The costs of the driver's code outside the stages.
@@ -85,7 +88,7 @@ class ActionCosts:
     backward: PerStage = 1.0
     input_grad: PerStage = 1.0
     weight_grad: PerStage = 1.0
-    transfer: float = 0.0
+    transfer: PerStage = 0.0
     activation_bytes: PerStage = 1.0
     kept_bytes: PerStage | None = None
     driver: DriverCosts = field(default_factory=DriverCosts)
@@ -119,7 +122,7 @@ class Simulation:
 
 def simulate(
     table: ActionTable,
-    costs: ActionCosts | None = None,
+    costs: ActionCosts | Sequence[ActionCosts] | None = None,
     *,
     placement: Placement | None = None,
     at_once: bool = False,
@@ -132,13 +135,14 @@ def simulate(
 
     Args:
         table: One row of actions per process.
-        costs: The costs of actions; by default each action takes one unit of time.
+        costs: The costs of actions, or those of each micro-batch if micro-batches differ. By default each action takes
+            one unit of time.
         placement: The required process of each stage; by default the one that has its actions, for one list of layers.
         at_once: As in :class:`PreparedTable`.
 
     Raises:
         ValueError: If the table lacks or repeats an action, has one on the wrong process, or deadlocks, or if a cost is
-            negative or not given for every stage.
+            negative or not given for every stage or micro-batch.
     """
     return PreparedTable(table, placement=placement, at_once=at_once).simulate(costs or ActionCosts())
 
@@ -183,20 +187,28 @@ class PreparedTable:
         self._order = running_order(self.rows, self.placement.num_stages)
         number = {step: k for k, (_, step, _) in enumerate(self._order)}
         self._steps = [
-            (row, self._cost_index(step), -1 if need is None else number[need]) for row, step, need in self._order
+            (row, self._cost_index(step), -1 if need is None else number[need], self._transfer_index(step))
+            for row, step, need in self._order
         ]
 
-    def simulate(self, costs: ActionCosts) -> Simulation:
-        """Simulate the table with these costs."""
-        if costs.driver.runs_code_before and not self._has_user_code:
+    def simulate(self, costs: ActionCosts | Sequence[ActionCosts]) -> Simulation:
+        """Simulate the table with these costs, or those of each micro-batch."""
+        each = [costs] if isinstance(costs, ActionCosts) else list(costs)
+        if any(own.driver.runs_code_before for own in each) and not self._has_user_code:
             with_code = PreparedTable(self.table, placement=self.placement, with_user_code=True, at_once=self._at_once)
             return with_code.simulate(costs)
-        seconds = self.seconds_of(costs)
-        ends = self.ends(seconds, costs.transfer)
+        times, steps = [self.seconds_of(own) for own in each], self._steps
+        if not isinstance(costs, ActionCosts):
+            steps = self._steps_of_each(times)
+        seconds = [*chain(*times)]
+        ends = self.ends(seconds, steps)
         end = {step: ends[k] for k, (_, step, _) in enumerate(self._order)}
-        start = {step: ends[k] - seconds[index] for k, ((_, step, _), (_, index, _)) in self._numbered()}
+        start = {
+            step: ends[k] - seconds[index]
+            for k, ((_, step, _), (_, index, _, _)) in enumerate(zip(self._order, steps, strict=True))
+        }
         total_time = max(ends)
-        busy_time = sum(seconds[index] for _, index, _ in self._steps)
+        busy_time = sum(seconds[index] for _, index, _, _ in steps)
         return Simulation(
             rows=self.rows,
             placement=self.placement,
@@ -205,11 +217,11 @@ class PreparedTable:
             total_time=total_time,
             bubble_fraction=1 - busy_time / (total_time * len(self.rows)) if total_time else 0.0,
             peak_activations=self.peak_activations(),
-            peak_bytes=self.peak_bytes(costs),
+            peak_bytes=self.peak_bytes(each),
         )
 
     def seconds_of(self, costs: ActionCosts) -> list[float]:
-        """Return the time of each kind of action on each stage, then of the user's code, for :meth:`ends`."""
+        """Return the time of each kind of action on each stage, of the user's code, and of transfers to each stage."""
         assert self._has_user_code or not costs.driver.runs_code_before
         num = self.placement.num_stages
         forward = _per_stage("forward", costs.forward, num)
@@ -220,18 +232,22 @@ class PreparedTable:
         if len(between) != self.placement.num_lists - 1:
             raise ValueError(f"between gives {len(between)} pairs of costs for {self.placement.num_lists} lists")
         parts = [(costs.driver.before, costs.driver.before_backward), *between]
-        return [*seconds, *(value for part in parts for value in part)]
+        return [*seconds, *(value for part in parts for value in part), *_per_stage("transfer", costs.transfer, num)]
 
-    def ends(self, seconds: Sequence[float], transfer: float) -> list[float]:
-        """Return when each action ends, in an order in which actions can run."""
-        _per_stage("transfer", transfer, 1)
+    def ends(self, seconds: Sequence[float], steps: Sequence[_Step] | None = None) -> list[float]:
+        """Return when each action ends, in an order in which actions can run.
+
+        Args:
+            seconds: The times of :meth:`seconds_of`.
+            steps: The actions; by default those of equal micro-batches.
+        """
         free = [0.0] * len(self.rows)
         ends: list[float] = []
         append = ends.append
-        for row, index, need in self._steps:
+        for row, index, need, way in steps or self._steps:
             begin = free[row]
             if need >= 0:
-                arrival = ends[need] + transfer
+                arrival = ends[need] + seconds[way]
                 if arrival > begin:
                     begin = arrival
             free[row] = begin = begin + seconds[index]
@@ -240,12 +256,12 @@ class PreparedTable:
 
     def total_time(self, costs: ActionCosts) -> float:
         """Return the end time of the last action."""
-        return max(self.ends(self.seconds_of(costs), costs.transfer))
+        return max(self.ends(self.seconds_of(costs)))
 
     def row_ends(self, costs: ActionCosts) -> list[float]:
         """Return when each process ends its last action."""
         last = [0.0] * len(self.rows)
-        for (row, _, _), end in zip(self._steps, self.ends(self.seconds_of(costs), costs.transfer), strict=True):
+        for (row, _, _, _), end in zip(self._steps, self.ends(self.seconds_of(costs)), strict=True):
             last[row] = end
         return last
 
@@ -254,12 +270,13 @@ class PreparedTable:
 
         The chain ends with the last step of all, so only a change of the chain can shorten the total time.
         """
-        ends = self.ends(self.seconds_of(costs), costs.transfer)
+        seconds = self.seconds_of(costs)
+        ends = self.ends(seconds)
         previous: list[int] = []
         last_of_row: dict[int, int] = {}
-        for k, (row, _, need) in enumerate(self._steps):
+        for k, (row, _, need, way) in enumerate(self._steps):
             own = last_of_row.get(row, -1)
-            arrival = ends[need] + costs.transfer if need >= 0 else -1.0
+            arrival = ends[need] + seconds[way] if need >= 0 else -1.0
             previous.append(need if arrival > (ends[own] if own >= 0 else 0.0) else own)
             last_of_row[row] = k
         k = max(range(len(ends)), key=ends.__getitem__)
@@ -279,40 +296,60 @@ class PreparedTable:
                 peak[i] = max(peak[i], held[i])
         return peak
 
-    def peak_bytes(self, costs: ActionCosts) -> list[float]:
-        """Return the peak memory of each process for micro-batches."""
+    def peak_bytes(self, costs: Sequence[ActionCosts]) -> list[float]:
+        """Return the peak memory of each process for micro-batches, given the costs of each of them, or of all."""
+        changes = [self._change_of_bytes(each) for each in costs]
+        peaks = []
+        for row in self.rows:
+            held = peak = 0.0
+            for step in row:
+                m = step.microbatch % len(costs)
+                driver = costs[m].driver
+                if isinstance(step, UserCode):
+                    if step.stage == 0:
+                        held += driver.before_bytes if step.part == "b" else -driver.before_bytes
+                else:
+                    held += changes[m][step.kind][step.stage]
+                    if step.kind == "F" and step.stage == self.placement.num_stages - 1:
+                        peak = max(peak, held + driver.after_bytes)
+                peak = max(peak, held)
+            peaks.append(peak)
+        return peaks
+
+    def _change_of_bytes(self, costs: ActionCosts) -> dict[str, list[float]]:
         num = self.placement.num_stages
         activations = _per_stage("activation_bytes", costs.activation_bytes, num)
         kept = activations if costs.kept_bytes is None else _per_stage("kept_bytes", costs.kept_bytes, num)
-        change = {
+        return {
             "F": activations,
             "B": [-value for value in activations],
             "I": [later - value for value, later in zip(activations, kept, strict=True)],
             "W": [-value for value in kept],
         }
-        peaks = []
-        for row in self.rows:
-            held = peak = 0.0
-            for step in row:
-                if isinstance(step, UserCode):
-                    if step.stage == 0:
-                        held += costs.driver.before_bytes if step.part == "b" else -costs.driver.before_bytes
-                else:
-                    held += change[step.kind][step.stage]
-                    if step.kind == "F" and step.stage == num - 1:
-                        peak = max(peak, held + costs.driver.after_bytes)
-                peak = max(peak, held)
-            peaks.append(peak)
-        return peaks
 
-    def _numbered(self) -> enumerate[tuple[Running, tuple[int, int, int]]]:
-        return enumerate(zip(self._order, self._steps, strict=True))
+    def _steps_of_each(self, times: Sequence[Sequence[float]]) -> list[_Step]:
+        """Return the actions for the times of each micro-batch, which follow one another in one list."""
+        if len(times) != self.num_microbatches:
+            raise ValueError(
+                f"costs are given for {len(times)} micro-batches, but the table has {self.num_microbatches}"
+            )
+        width = len(times[0])
+        return [
+            (row, index + width * step.microbatch, need, way + width * step.microbatch)
+            for (_, step, _), (row, index, need, way) in zip(self._order, self._steps, strict=True)
+        ]
 
     def _cost_index(self, step: Computation) -> int:
         num = self.placement.num_stages
         if isinstance(step, UserCode):
             return len(KINDS) * num + 2 * self.placement.list_of(step.stage) + ("b", "a").index(step.part)
         return KINDS.index(step.kind) * num + step.stage
+
+    def _transfer_index(self, step: Computation) -> int:
+        """Return the place of the time to send what a step awaits: an input, or the gradient of an input."""
+        first = len(KINDS) * self.placement.num_stages + 2 * self.placement.num_lists
+        is_backward = isinstance(step, Action) and step.kind != "F"
+        return first + min(step.stage + is_backward, self.placement.num_stages - 1)
 
 
 def with_driver_between(simulation: Simulation, driver: DriverCosts) -> Simulation:

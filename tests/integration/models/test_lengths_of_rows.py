@@ -203,6 +203,27 @@ def verdicts() -> dict[str, str]:
     return found
 
 
+class MeanOverColumns(Labelled):
+    """Its loss depends on how many columns of padding there are."""
+
+    def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
+        logits = self.model(**batch).logits
+        return cross_entropy(logits[:, :-1].flatten(0, -2), batch["labels"][:, 1:].flatten()) + logits.square().mean()
+
+
+def verdict_of_a_mean_over_columns() -> dict[str, Any]:
+    workers_import_transformers()
+    strategy = RPCSequentialStrategy("even", microbatch_tokens=TOKENS, schedule="1f1b", loss_weight="tokens")
+    return verified(MeanOverColumns(BY_NAME["Llama"].make), loader(texts), strategy, steps=2)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+def test_verify_finds_a_loss_that_depends_on_padding() -> None:
+    found = run(verdict_of_a_mean_over_columns, timeout_seconds=280)
+    assert (found["verdict"], found["origin"]["part"]) == ("wrong", "losses")
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_verify_finds_rows_of_similar_length_equal() -> None:

@@ -21,7 +21,7 @@ from pytorch_lightning import Callback, LightningModule
 from pytorch_lightning.callbacks import StochasticWeightAveraging
 from sleep_layer import slept
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import DataLoader
 from verifying import verified
 
@@ -142,6 +142,25 @@ class Direct(Translator):
         return self.head(self.decoder(target, mask) * memory)
 
 
+class Distilled(Translator):
+    """A frozen teacher and a student under one loss; a validation calls the student alone."""
+
+    lists = ("teacher.layers", "student.layers")
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.encoder, self.decoder
+        self.teacher, self.student = Side(4).requires_grad_(False), Side(3)
+
+    def forward(self, tokens: Tensor, mask: Tensor, target: Tensor) -> Tensor:
+        return self.head(self.student(tokens, mask))
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        tokens, mask, _, labels = batch
+        expected, hidden = self.teacher(tokens, mask), self.student(tokens, mask)
+        return cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten()) + mse_loss(hidden, expected)
+
+
 def per_microbatch(names: Sequence[str]) -> None:
     for make, options, devices in PER_MICROBATCH:
         if make.__name__ in names:
@@ -155,7 +174,7 @@ def test_an_encoder_and_a_decoder_under_1f1b() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("names", [("Large", "Direct"), ("Frozen", "Tied", "Killed")])
+@pytest.mark.parametrize("names", [("Large", "Direct"), ("Frozen", "Tied", "Killed"), ("Distilled",)])
 def test_schedules_that_run_a_step_per_microbatch(names: Sequence[str]) -> None:
     run(per_microbatch, names, timeout_seconds=280)
 
@@ -249,6 +268,105 @@ class Swin(nn.Module):
         return self.head(self.norm(self.layers(self.patch(x).flatten(2).mT)).mean(1))
 
 
+class Permute(nn.Module):
+    def __init__(self, *dims: int) -> None:
+        super().__init__()
+        self.dims = dims
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.permute(self.dims)
+
+
+class WindowAttention(nn.Module):
+    """Cosine attention within windows of ``[rows, height, width, features]``, which may be shifted."""
+
+    def __init__(self, width: int, window: int, shift: int, heads: int = 2) -> None:
+        super().__init__()
+        self.window, self.shift, self.heads = window, shift, heads
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.logit_scale = nn.Parameter(torch.full((heads, 1, 1), 10.0).log())
+        self.cpb_mlp = nn.Sequential(nn.Linear(2, 8), nn.ReLU(True), nn.Linear(8, heads, bias=False))
+        self.qkv.bias.data[width : 2 * width].zero_()
+        places = torch.cartesian_prod(torch.arange(window), torch.arange(window))
+        away = places[:, None] - places
+        self.register_buffer("index", ((away + window - 1) * torch.tensor([2 * window - 1, 1])).sum(-1))
+        steps = torch.arange(1 - window, window) / max(1, window - 1) * 8
+        table = torch.cartesian_prod(steps, steps)
+        self.register_buffer("table", table.sign() * (table.abs() + 1).log2() / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, height, width, _ = x.shape
+        x = nn.functional.pad(x, (0, 0, 0, -width % self.window, 0, -height % self.window))
+        size, shift = x.shape[1:3], [self.shift if self.window < number else 0 for number in x.shape[1:3]]
+        x = self.windows(x.roll([-number for number in shift], (1, 2)))
+        bias = self.qkv.bias.clone()
+        bias[len(bias) // 3 : 2 * len(bias) // 3].zero_()
+        qkv = nn.functional.linear(x, self.qkv.weight, bias).unflatten(-1, (3, self.heads, -1))
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        normalized = nn.functional.normalize
+        scores = normalized(query, dim=-1) @ normalized(key, dim=-1).mT * self.logit_scale.clamp(max=4.6).exp()
+        scores = scores + 16 * self.cpb_mlp(self.table)[self.index].permute(2, 0, 1).sigmoid()
+        if any(shift):
+            scores = scores + self.mask(size, shift, x).repeat(rows, 1, 1)[:, None]
+        x = self.proj((scores.softmax(-1) @ value).transpose(1, 2).flatten(2))
+        down, right = (number // self.window for number in size)
+        x = x.unflatten(0, (rows, down, right)).unflatten(3, (self.window, self.window)).transpose(2, 3)
+        return x.reshape(rows, *size, -1).roll(shift, (1, 2))[:, :height, :width].contiguous()
+
+    def windows(self, x: Tensor) -> Tensor:
+        """Return the windows one after another: ``[rows * windows, places, features]``."""
+        x = x.unflatten(2, (-1, self.window)).unflatten(1, (-1, self.window)).transpose(2, 3)
+        return x.flatten(3, 4).flatten(0, 2)
+
+    def mask(self, size: Sequence[int], shift: Sequence[int], like: Tensor) -> Tensor:
+        """Keeps places apart that the shift has brought together."""
+        areas = like.new_zeros(size)
+        for n, down in enumerate((slice(0, -self.window), slice(-self.window, -shift[0]), slice(-shift[0], None))):
+            for k, right in enumerate((slice(0, -self.window), slice(-self.window, -shift[1]), slice(-shift[1], None))):
+                areas[down, right] = 3 * n + k
+        areas = self.windows(areas[None, ..., None])[..., 0]
+        return (areas[:, None] != areas[:, :, None]) * -100.0
+
+
+class SwinBlock(nn.Module):
+    def __init__(self, width: int, shift: int) -> None:
+        super().__init__()
+        self.attn, self.norm1 = WindowAttention(width, 3, shift), nn.LayerNorm(width)
+        self.mlp, self.norm2 = nn.Sequential(nn.Linear(width, 8), nn.GELU(), nn.Linear(8, width)), nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.norm1(self.attn(x))
+        return x + self.norm2(self.mlp(x))
+
+
+class PatchMerging(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.reduction, self.norm = nn.Linear(4 * width, 2 * width, bias=False), nn.LayerNorm(2 * width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.pad(x, (0, 0, 0, x.shape[2] % 2, 0, x.shape[1] % 2))
+        x = torch.cat([x[:, down::2, right::2] for right in (0, 1) for down in (0, 1)], -1)
+        return self.norm(self.reduction(x))
+
+
+class SwinV2(nn.Module):
+    """Stages of blocks with shifted windows and layers that merge patches, all in ``features``, as in torchvision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [nn.Sequential(nn.Conv2d(3, 4, 1), Permute(0, 2, 3, 1), nn.LayerNorm(4))]
+        for width in (4, 8, 16):
+            layers += [nn.Sequential(SwinBlock(width, 0), SwinBlock(width, 1)), PatchMerging(width)]
+        self.features, self.norm = nn.Sequential(*layers[:-1]), nn.LayerNorm(16)
+        self.permute, self.avgpool, self.flatten = Permute(0, 3, 1, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(1)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.permute(self.norm(self.features(x)))
+        return self.head(self.flatten(self.avgpool(x)))
+
+
 class Classified(LightningModule):
     def __init__(self, make: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -279,6 +397,7 @@ FOUND: dict[Callable[[], nn.Module], Any] = {
     VGG: (("net.features",), ("net.classifier",)),
     ConvNeXt: (("net.features", "net.avgpool", "net.classifier"),),
     Swin: "net.layers",
+    SwinV2: "net.features",
 }
 """What ``strategy="rpc_sequential"`` alone pipelines of each model."""
 
@@ -303,7 +422,7 @@ def test_sequences_in_a_row_are_one_list() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_sequences_in_a_row_under_1f1b() -> None:
-    run(found_lists, ["ResNet", "VGG", "ConvNeXt"], "1f1b", (2,), timeout_seconds=280)
+    run(found_lists, ["ResNet", "VGG", "ConvNeXt", "SwinV2"], "1f1b", (2,), timeout_seconds=280)
 
 
 class Tied(Translator):
@@ -351,6 +470,8 @@ PER_MICROBATCH: list[tuple[Any, dict[str, Any], int]] = [
     (Direct, {"schedule": "1f1b", "checkpoint": "always"}, 2),
     (Frozen, {"schedule": "1f1b", "checkpoint": "never"}, 2),
     (Tied, {"schedule": "1f1b"}, 2),
+    (Distilled, {"schedule": "1f1b"}, 3),
+    (Distilled, {"schedule": "gpipe"}, 2),
     (Killed, {"schedule": "1f1b", "recovery": Recovery(1)}, 2),
     (Direct, {"recovery": Recovery(verify_every_n_steps=1)}, 2),
     (Direct, {"schedule": "1f1b", "recovery": Recovery(verify_every_n_steps=1)}, 2),
@@ -731,8 +852,8 @@ def verdicts_of_lists() -> dict[str, str]:
     for make in FOUND:
         strategy = RPCSequentialStrategy(microbatches=3, balance="even")
         found[make.__name__] = verified(Classified(make), images(), strategy, steps=2)["verdict"]
-    for kind in (Translator, Frozen, Direct, Tied, Squares):
-        strategy = RPCSequentialStrategy(microbatches=3, balance="even", module=list(Translator.lists))
+    for kind in (Translator, Frozen, Direct, Tied, Squares, Distilled):
+        strategy = RPCSequentialStrategy(microbatches=3, balance="even", module=list(kind.lists))
         found[kind.__name__] = verified(kind(), texts(), strategy, steps=2)["verdict"]
     return found
 

@@ -1,15 +1,18 @@
 """``schedule="auto"``: what it may choose, what it measures, and what it refuses."""
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from sleep_layer import Sleep
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from strategies.lightning.partitioning import find_module
 from strategies.lightning.search_settings import SearchSettings, with_schedule
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.schedule.planned import PlannedSchedule
@@ -32,6 +35,27 @@ class Model(pl.LightningModule):
         return self.head(self.sequential_module(self.before(x)))
 
 
+class OfLists(Model):
+    """Two lists of blocks, of which the very first takes most of the time."""
+
+    def __init__(self, lengths: Sequence[int] = (4, 3)) -> None:
+        super().__init__()
+        del self.sequential_module
+        self.encoder, self.decoder = (
+            nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), Sleep(0.001, 0.001)) for _ in range(number))
+            for number in lengths
+        )
+        self.encoder[0].append(Sleep(0.01, 0.02))
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = self.before(x)
+        for block in self.encoder:
+            memory = block(memory)
+        for block in self.decoder:
+            x = block(x + memory)
+        return self.head(x)
+
+
 class OfBlocks(pl.LightningModule):
     def __init__(self, **settings: Any) -> None:
         super().__init__()
@@ -49,9 +73,10 @@ def found(
     gradient_sets: int = 1,
     **choices: Any,
 ) -> PlannedSchedule:
+    where = (("encoder",), ("decoder",)) if isinstance(model, OfLists) else path
     return find_schedule(
         model,
-        model.get_submodule(path),
+        find_module(model, where),
         num_stages=2,
         given=given,
         settings=Settings(schedule="auto", chunks=chunks, checkpoint=checkpoint),
@@ -124,6 +149,24 @@ def test_the_number_of_microbatches() -> None:
 def test_blocks_of_hugging_face_need_no_example() -> None:
     planned = found(OfBlocks(), "net.model.layers")
     assert sum(planned.balance) == 4 and planned.microbatches == 8
+
+
+def test_several_lists_of_layers(caplog: pytest.LogCaptureFixture) -> None:
+    """Each list is divided among all processes, so that the process with the slow block has as few others as it can."""
+    caplog.set_level(logging.INFO, "pytorch_lightning")
+    planned = found(OfLists(), microbatches=4)
+    assert planned.balance == [1, 3, 1, 2] and planned.num_lists == 2 and planned.lengths == [4, 3]
+    assert "balance [1, 3, 1, 2], 4 micro-batches" in caplog.messages[-1]
+    programs = with_schedule(Settings(schedule="auto"), planned).programs(2, num_lists=2)
+    assert programs.placement.process_of == (0, 1, 0, 1)
+    assert {action.stage for row in planned(2, 3) for action in row} == {0, 1, 2, 3}
+    assert found(OfLists(), given="even").balance == [2, 2, 2, 1]
+    assert found(OfLists(), given=[3, 1, 1, 2]).balance == [3, 1, 1, 2]
+    wrong = r"\[2, 2, 2, 1\] has \[2, 2\] for list 0 of 2, which has 3 layers"
+    with pytest.raises(MisconfigurationException, match=wrong):
+        found(OfLists((3, 4)), given=[2, 2, 2, 1])
+    with pytest.raises(MisconfigurationException, match="4 and 1 layers cannot be divided among 2 processes"):
+        found(OfLists((4, 1)))
 
 
 def test_refusals() -> None:

@@ -198,8 +198,17 @@ def test_schedules_with_too_many_chunks_are_left_out() -> None:
     assert table.notes[0] == ("interleaved with 3 stages is left out: its 6 chunks need a layer each, but there are 4.")
 
 
+def test_rows_of_similar_length_are_not_counted() -> None:
+    settings = {"schedule": "1f1b", "microbatch_tokens": 64}
+    (note,) = planned(Model(), Data(), settings=settings, microbatches=2, schedules="1f1b").notes
+    assert note.startswith("all rows assume micro-batches of equally many rows") and "microbatch_tokens=64" in note
+
+
 def test_several_lists_of_layers() -> None:
-    table = planned(TwoLists(), Data(), microbatches=[2, 4])
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        table = trainer_with().plan(TwoLists(), Data(), microbatches=[2, 4])
+    assert "Note: zbv and v-half are left out, because" in printed.getvalue()
     assert {row.schedule for row in table.rows} == {"gpipe", "1f1b", "zb-h1"}
     left_out = "interleaved with 2 stages is left out: its 4 chunks need a layer each, but there are 4 and 3."
     assert table.notes == ["zbv and v-half are left out, because they are for one list of layers", left_out]

@@ -43,7 +43,7 @@ def measured(
     """Equal layers, each with 8 bytes of parameters and of gradients and 16 of states; the driver has as much."""
     costs = LayerCosts(FORWARD, BACKWARD / 2, BACKWARD / 2, BACKWARD, activation_bytes=110, kept_bytes=40)
     defaults: dict[str, Any] = {
-        "layers": [Layer(costs, 10, HELD)] * layers,
+        "layers": [Layer(costs, HELD)] * layers,
         "driver": DriverPart(driver or DriverCosts(), 0.0, driver_peak),
         "needs": [Need(8, 8, 16)] * layers,
         "outside": Need(8, 8, 16),

@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 from itertools import combinations, pairwise, permutations, product
 from time import process_time
 
@@ -26,6 +27,7 @@ from strategies.planning.search import (
     ModelCosts,
     balanced,
     search,
+    simulated,
     with_whole_passes,
 )
 from strategies.planning.simulator import ActionCosts, DriverCosts, simulate
@@ -436,6 +438,32 @@ def test_predicted_seconds():
     plan = search(costs, 2, [6], effort=300_000)
     assert costs.seconds(plan.table, plan.balance) == pytest.approx(plan.seconds)
     assert costs.seconds(one_f_one_b(2, 6), [4, 4]) > plan.seconds
+
+
+def test_predicted_seconds_of_micro_batches_of_different_sizes():
+    small, large = (
+        ModelCosts([BLOCK] * 4, action=0.2),
+        ModelCosts([HEAD] * 4, transfer=0.1, driver=DriverCosts(after=2)),
+    )
+    found = simulated([small, large, small], one_f_one_b(2, 3), [1, 3])
+    stages = [
+        ActionCosts(forward=[1.2, 3.2], backward=[2.2, 6.2], input_grad=[1.2, 3.2], weight_grad=[1, 3]),
+        ActionCosts([5, 15], [10, 30], [5, 15], [5, 15], transfer=0.1, driver=DriverCosts(after=2)),
+    ]
+    expected = simulate(one_f_one_b(2, 3), [stages[0], stages[1], stages[0]])
+    assert found.total_time == pytest.approx(expected.total_time)
+    assert simulated([large] * 3, one_f_one_b(2, 3), [1, 3]).total_time == large.seconds(one_f_one_b(2, 3), [1, 3])
+
+
+def test_each_stage_has_the_transfer_of_its_first_layer():
+    """The balance with the least transfer is best if layers cost the same, and the order is searched with it too."""
+    costs = ModelCosts([BLOCK] * 6, transfer=[9.0, 9.0, 9.0, 9.0, 0.0, 9.0])
+    plan = search(costs, 2, [4], effort=300_000, schedules=["1f1b", SEARCHED], max_chunks=1)
+    assert plan.balance == [4, 2]
+    stages = replace(stage_costs(costs, [4, 2]), transfer=0.0)
+    assert plan.seconds == simulate(plan.table, stages).total_time
+    stages = replace(stage_costs(costs, [3, 3]), transfer=9.0)
+    assert costs.seconds(one_f_one_b(2, 4), [3, 3]) == simulate(one_f_one_b(2, 4), stages).total_time
 
 
 def test_whole_passes():

@@ -1,5 +1,6 @@
 """The simulator: it computes times, draws timetables, and rejects tables that cannot run."""
 
+from dataclasses import replace
 from inspect import cleandoc
 from itertools import pairwise
 
@@ -98,14 +99,15 @@ def test_times_of_several_stages_respect_every_dependency(make):
         backward=[2.5, 4.0, 0.0, 3.0, 1.0, 2.0][:num],
         input_grad=[1.0, 2.0, 0.5, 1.0, 3.0, 0.0][:num],
         weight_grad=[2.0, 0.25, 0.5, 1.0, 3.0, 1.0][:num],
-        transfer=0.25,
+        transfer=[0.0, 0.25, 0.75, 0.5, 0.125, 1.0][:num],
     )
     simulation = simulate(make(3, 5), costs)
     start, end, process_of = simulation.start, simulation.end, simulation.placement.process_of
     seconds = {"F": costs.forward, "B": costs.backward, "I": costs.input_grad, "W": costs.weight_grad}
 
     def arrival(action, at):
-        return end[action] + (costs.transfer if process_of[action.stage] != process_of[at] else 0)
+        way = costs.transfer[max(action.stage, at)]  # of the input of the later stage, or of its gradient
+        return end[action] + (way if process_of[action.stage] != process_of[at] else 0)
 
     for action in end:
         kind, m, i = action
@@ -124,6 +126,24 @@ def test_times_of_several_stages_respect_every_dependency(make):
         busy += sum(end[action] - start[action] for action in row)
     assert simulation.total_time == max(end.values())
     assert simulation.bubble_fraction == pytest.approx(1 - busy / (3 * simulation.total_time))
+
+
+def test_micro_batches_of_different_sizes():
+    """Each action has the times and bytes of its micro-batch."""
+    small = ActionCosts(forward=1, backward=2, activation_bytes=1, driver=DriverCosts(after_bytes=2))
+    large = ActionCosts(forward=3, backward=4, transfer=[0, 2], activation_bytes=[5, 7])
+    simulation = simulate(one_f_one_b(2, 2), [small, large])
+    assert render(simulation) == cleandoc("""
+        stage 0  F0 F1 == == B0 == .  .  .  .  .  .  .  .  .  B1 == == ==
+        stage 1  .  F0 B0 == .  .  F1 == == B1 == == == .  .  .  .  .  .
+    """)
+    assert simulation.peak_bytes == [1 + 5, 7]
+    with_code = replace(large, driver=DriverCosts(before=1))
+    assert simulate(one_f_one_b(2, 2), [with_code, small]).total_time == 1 + 20
+    assert simulate(one_f_one_b(2, 2), [large, large]) == simulate(one_f_one_b(2, 2), large)
+    for wrong in ([small, large], [small]):
+        with pytest.raises(ValueError, match=f"costs are given for {len(wrong)} micro-batches, but the table has 3"):
+            simulate(one_f_one_b(2, 3), wrong)
 
 
 def test_nothing_is_sent_within_a_process():

@@ -85,11 +85,22 @@ def cut(lengths: Any, max_tokens: int) -> list[int]:
         costs[first, first + 1 :] = longest * numpy.arange(1, number - first + 1)
     fits = costs <= max_tokens
     fits[numpy.arange(number), numpy.arange(1, number + 1)] = True
-    costs = numpy.where(fits, costs + _OVERHEAD * max_tokens, numpy.inf)
+    return cut_by_costs(numpy.where(fits, costs + _OVERHEAD * max_tokens, numpy.inf), _STAGES)
+
+
+def cut_by_costs(costs: Any, num_stages: int) -> list[int]:
+    """Return the number of rows of each micro-batch, for the shortest time that can be expected.
+
+    Args:
+        costs: The cost of a micro-batch of rows ``first`` to ``end`` (without ``end``), shape ``[rows, rows + 1]``;
+            infinite if there must not be such a micro-batch. More rows cost at least as much.
+        num_stages: The number of stages.
+    """
+    number = len(costs)
     least = costs[numpy.arange(number), numpy.arange(1, number + 1)].max()
     known = numpy.unique(costs[(costs >= least) & (costs < numpy.inf)])
     bounds = known[numpy.unique(numpy.linspace(0, len(known) - 1, _NUM_BOUNDS).astype(int))]
-    tried = [_cheapest(numpy.where(costs <= bound, costs, numpy.inf), (_STAGES - 1) * bound) for bound in bounds]
+    tried = [_cheapest(numpy.where(costs <= bound, costs, numpy.inf), (num_stages - 1) * bound) for bound in bounds]
     return min(tried, key=lambda each: each[0])[1]
 
 

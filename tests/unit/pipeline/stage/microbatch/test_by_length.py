@@ -2,7 +2,7 @@
 
 import random
 from collections import UserDict
-from itertools import combinations
+from itertools import accumulate, combinations, pairwise
 from typing import Any
 
 import numpy
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from strategies.pipeline.stage.microbatch.by_length import cut, split_by_length
+from strategies.pipeline.stage.microbatch.by_length import cut, cut_by_costs, split_by_length
 
 
 def batch_of(lengths: list[int], columns: int | None = None, **more: Any) -> dict[str, Any]:
@@ -97,6 +97,28 @@ def test_no_other_cut_takes_less_time(seed: int) -> None:
         if _fits(lengths, found := [b - a for a, b in zip((0, *places), (*places, 9), strict=True)], limit)
     )
     assert _fits(lengths, sizes, limit) and time_of(lengths, sizes, limit) <= least * 1.02
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_other_cut_by_given_costs_takes_less_time(seed: int) -> None:
+    """Such as measured costs, which grow with the rows; a micro-batch of infinite cost is none."""
+    draw = random.Random(seed)
+    costs = numpy.full((6, 7), numpy.inf)
+    for first in range(6):
+        costs[first, first + 1] = draw.uniform(1, 3)
+    for size in range(2, 7):
+        for first in range(7 - size):
+            parts = max(costs[first, first + size - 1], costs[first + 1, first + size])
+            costs[first, first + size] = parts + draw.uniform(0, 1) if draw.random() < 0.9 else numpy.inf
+
+    def seconds(bounds: tuple[int, ...]) -> float:
+        own = [float(costs[first, end]) for first, end in pairwise(bounds)]
+        return sum(own) + stages * max(own)
+
+    for stages in (1, 3):
+        ends = (0, *accumulate(cut_by_costs(costs, 1 + stages)))
+        least = min(seconds((0, *places, 6)) for number in range(6) for places in combinations(range(1, 6), number))
+        assert seconds(ends) == pytest.approx(least)
 
 
 def _fits(lengths: list[int], sizes: list[int], limit: int) -> bool:
