@@ -61,7 +61,8 @@ def requeue_after_batch(
 class RequeueAfterBatch(Callback):
     """Notes the signal, and requeues the job after the batch in which any process has received it.
 
-    In training, this is a batch after which the optimizer has stepped, since checkpoints hold no gradients.
+    In training, this is a batch after which the optimizer has stepped, since checkpoints hold no gradients. Several
+    drivers agree after each batch of training and after each validation.
 
     Args:
         requeue: Lightning's handler of the signal.
@@ -88,20 +89,39 @@ class RequeueAfterBatch(Callback):
             self._requeue_if_due(trainer)
 
     def on_validation_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        """Requeue the job if any process has received the signal: the job may end before the validation does."""
-        if not trainer.sanity_checking and self._requeue_if_due(trainer) and trainer.state.fn == TrainerFn.FITTING:
+        """Requeue the job if the only driver has received the signal: the job may end before the validation does."""
+        if trainer.sanity_checking:
+            return
+        if self._requeue_in_evaluation(trainer) and trainer.state.fn == TrainerFn.FITTING:
             rank_zero_warn(
                 "SLURM has sent its signal during a validation: the job that starts again skips the rest of this "
                 "validation. Its metrics are those of the batches so far."
             )
 
+    def on_validation_end(self, trainer: Trainer, *args: Any) -> None:
+        """Requeue the job after a validation within ``fit`` if any of several drivers has received the signal."""
+        if self._num_drivers > 1 and trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self._requeue_if_due(trainer)
+
     def on_test_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        """Requeue the job if any process has received the signal."""
-        self._requeue_if_due(trainer)
+        """Requeue the job if the only driver has received the signal."""
+        self._requeue_in_evaluation(trainer)
 
     def on_predict_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        """Requeue the job if any process has received the signal."""
-        self._requeue_if_due(trainer)
+        """Requeue the job if the only driver has received the signal."""
+        self._requeue_in_evaluation(trainer)
+
+    def _requeue_in_evaluation(self, trainer: Trainer) -> bool:
+        """Requeue the job between two batches, unless several drivers may have different numbers of batches."""
+        if self._num_drivers == 1:
+            return self._requeue_if_due(trainer)
+        if self._is_due and trainer.state.fn != TrainerFn.FITTING:
+            self._is_due = False
+            rank_zero_warn(
+                f"SLURM has sent its signal during {trainer.state.fn}. A job of several drivers is put back into the "
+                "queue by fit only: start it again with a longer time limit."
+            )
+        return False
 
     def _requeue_if_due(self, trainer: Trainer) -> bool:
         if is_due := self._is_due_anywhere(trainer):

@@ -4,15 +4,18 @@ import os
 import signal
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from cluster_models import GLOBAL_BATCH, ROWS, ClusterData, ClusterNet
 from pytorch_lightning.plugins.environments import SLURMEnvironment
+from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor
 
 from strategies import DDPStrategy, RPCSequentialStrategy
+from strategies.lightning.launch.requeue import RequeueAfterBatch
 from trainer import Trainer
 
 NUM_BATCHES = ROWS // GLOBAL_BATCH
@@ -90,6 +93,18 @@ def fit(folder: Path, strategy: Any, at: tuple[str, int] | None, **settings: Any
     trainer.fit(model, datamodule=Validated(shuffle=True))
     assert trainer.callbacks == callbacks
     return model
+
+
+@pytest.mark.parametrize("state", [TrainerFn.FITTING, TrainerFn.VALIDATING, TrainerFn.TESTING, TrainerFn.PREDICTING])
+def test_several_drivers_agree_on_nothing_within_an_evaluation(state: TrainerFn) -> None:
+    """They may have different numbers of batches. (Without a process group, ``all_reduce`` is an error.)"""
+    callback = RequeueAfterBatch(pytest.fail, 2, nullcontext)
+    trainer: Any = SimpleNamespace(state=SimpleNamespace(fn=state), sanity_checking=False)
+    callback.note()
+    says = nullcontext() if state == TrainerFn.FITTING else pytest.warns(UserWarning, match="a longer time limit")
+    with says:
+        for hook in (callback.on_validation_batch_end, callback.on_test_batch_end, callback.on_predict_batch_end):
+            hook(trainer)
 
 
 @pytest.mark.parametrize("make", [DDPStrategy, RPCSequentialStrategy])
