@@ -12,7 +12,7 @@ from sleep_layer import Sleep
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from strategies.lightning.partitioning import find_module
+from strategies.lightning.finding_blocks import find_module
 from strategies.lightning.search_settings import SearchSettings, with_schedule
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.schedule.planned import PlannedSchedule
