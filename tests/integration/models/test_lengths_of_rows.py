@@ -130,6 +130,36 @@ def packed() -> list[dict[str, Tensor]]:
     return [{"input_ids": each, "position_ids": torch.stack(places)} for each in ids]
 
 
+class WithBoundaries(Packed):
+    """Also gets where texts begin and end, as kernels for packed rows want it: a tensor that has no row per sample."""
+
+    def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
+        logits = self.model(**batch).logits
+        return cross_entropy(logits[:, :-1].flatten(0, -2), batch["input_ids"][:, 1:].flatten())
+
+
+def with_boundaries() -> list[dict[str, Tensor]]:
+    boundaries = torch.tensor([0, 5, 14, 28, 31, 35, 42, 55, 56], dtype=torch.int32)
+    return [{**batch, "cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries} for batch in packed()]
+
+
+def trained_with_boundaries() -> str:
+    workers_import_transformers()
+    make = partial(WithBoundaries, BY_NAME["Llama"].make)
+    settings: dict[str, Any] = {"train": partial(loader, with_boundaries), "max_epochs": 1}
+    single = fit(make, one_device(), 1, **settings)
+    compare(fit(make, RPCSequentialStrategy("even", 2, schedule="gpipe"), 2, **settings), single)
+    with pytest.raises(MisconfigurationException) as caught:
+        fit(make, RPCSequentialStrategy("even", 2, schedule="1f1b"), 2, **settings)
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_boundaries_of_packed_texts() -> None:
+    """Blocks get them whole under ``gpipe``; schedules that split the batch refuse them by name."""
+    assert "batch['position_ids'] has 4, batch['cu_seq_lens_q'] has 9" in run(trained_with_boundaries)
+
+
 def trained_packed() -> None:
     workers_import_transformers()
     make, settings = partial(Packed, BY_NAME["Llama"].make), {"train": partial(loader, packed), "max_epochs": 1}
