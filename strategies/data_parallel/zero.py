@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch.distributed as dist
 from torch import Tensor, device, nn
@@ -383,7 +383,7 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
                 super()._save_sharded(checkpoint, path)
             return
         if self._saving_group is None:  # only for saving: a thread may use it while training continues
-            self._saving_group = dist.new_group(backend="gloo")
+            self._saving_group = cast(Any, dist.new_group(backend="gloo"))
         group, own = self._saving_group, own_tensors(checkpoint, self._saving_group)
         if self._writer.in_background:
             self._writer.wait()

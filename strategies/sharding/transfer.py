@@ -130,8 +130,9 @@ class Exchange:
         return add_up
 
 
-def _finished(works: Sequence[Work], alive: Sequence[Tensor], result: _Result) -> _Result:
+def _finished(works: Sequence[Work | None], alive: Sequence[Tensor], result: _Result) -> _Result:
     """Wait for operations; ``alive`` keeps the buffers alive until then. Returns ``result``."""
     for work in works:
+        assert work is not None, "every rank is in the group"
         work.wait()
     return result
