@@ -98,7 +98,10 @@ CASES: dict[str, Case] = {
         {"options": {"state_dict_type": "sharded", "async_save": True}, **EACH_BATCH},
         [(EVERY_STEP, 1), (SAVING, 3)],
     ),
-    "slow_again": ({"options": {"async_save": True}, "net": SlowAgainNet, **EACH_BATCH}, [(WHILE_SAVING, 4)]),
+    "slow_again": (
+        {"options": {"async_save": True}, "net": SlowAgainNet, **EACH_BATCH},
+        [(WHILE_SAVING, 4), ({**WHILE_SAVING, 6: ["forward-0"]}, 4)],  # another one while the collection is repeated
+    ),
     "slow_again_sharded": (
         {"options": {"state_dict_type": "sharded"}, "net": SlowAgainNet, **EACH_BATCH},
         [(WHILE_SAVING, 4)],

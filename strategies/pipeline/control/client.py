@@ -499,14 +499,15 @@ class Reply(Generic[R]):
 
     def run(self) -> None:
         """Call the function, after a new process has reached the state that the function may depend on."""
+        self._reply: Any = None
         with self._stage.undisturbed():
             self._failures = self._stage.present_failures
-            self._stage.wait_for_repeated()
-            self._reply = self._stage.begin_beside(self._function, *self._args)
+            if self._stage.has_repeated():
+                self._reply = self._stage.begin_beside(self._function, *self._args)
 
     def run_again(self) -> None:
         """Call the function again, after the commands before it and before the commands that use its value."""
-        self._stage.ask_unlogged(StageCommands.num_kept).result()
+        self._stage.result_or_loss(self._stage.ask_unlogged(StageCommands.num_kept))
         self._reply = self._stage.begin_beside(self._function, *self._args)
         self._reply.wait()
 
@@ -518,17 +519,22 @@ class Reply(Generic[R]):
             Exception: The exception of the function, which does not count as a failure of the stage.
         """
         while True:
-            try:
-                result: R = self._reply.wait()
-                return result
-            except Exception as error:
-                cause = self._stage.cause_of(error)
-                repair = self._failures.repair
-                if cause is error or repair is None:
-                    raise cause from (None if cause is error else error)
-                self._failures.add(cause, consequence=False)
-                if repair.result() is None:
-                    raise cause from error
+            failures, reply = self._failures, self._reply
+            if reply is None:  # the new process has failed before the function could be called
+                assert failures.repair is not None
+                if failures.repair.result() is None:
+                    raise failures.cause()
+            else:
+                try:
+                    result: R = reply.wait()
+                    return result
+                except Exception as error:
+                    cause = self._stage.cause_of(error)
+                    if cause is error or failures.repair is None:
+                        raise cause from (None if cause is error else error)
+                    failures.add(cause, consequence=False)
+                    if failures.repair.result() is None:
+                        raise cause from error
             if self._is_logged:
                 self._failures = self._stage.present_failures
             else:
@@ -735,15 +741,7 @@ class RemoteStage(NotCopyable):
             done: Gets the result of the last command.
         """
         number = self._number
-        arguments = (self._host, calls, number)
-        reply: Any
-        try:
-            reply = unrecorded(rpc.rpc_async, self._name, perform, args=arguments, timeout=0)
-        except RuntimeError as error:
-            if cause_of(error, self.description, self.process) is error:
-                raise  # else RPC knows already that the process has ended
-            reply = futures.Future()
-            reply.set_exception(error)
+        reply = self.begin_beside(perform, calls, number)
         self._number += 1
         # Capture the present process and failures: a new session may have replaced both when the reply arrives.
         called = _Callee(self.process, self._lost, self.failures, self._replies)
@@ -757,10 +755,13 @@ class RemoteStage(NotCopyable):
         self.call(calls, repeated)
         self._repeated = repeated
 
-    def wait_for_repeated(self) -> None:
-        """Wait until the stage has repeated the commands of :meth:`repeat`, or has failed."""
-        if self._repeated is not None:
-            wait([self._repeated])
+    def has_repeated(self) -> bool:
+        """Wait until the stage has repeated the commands of :meth:`repeat`; return ``False`` if it has failed."""
+        repeated = self._repeated
+        if repeated is None:
+            return True
+        wait_for_any(repeated, self._lost)
+        return repeated.done() and repeated.exception() is None
 
     def beside(self, function: Callable[..., R], *args: Any, is_logged: bool = False) -> Reply[R]:
         """Call ``function(host, ...)`` in the process of the stage, on a thread of RPC, while commands run.
@@ -780,7 +781,14 @@ class RemoteStage(NotCopyable):
 
     def begin_beside(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call ``function(host, ...)`` in the present process of the stage; return a future of torch."""
-        return unrecorded(rpc.rpc_async, self._name, function, args=(self._host, *args), timeout=0)
+        try:
+            return unrecorded(rpc.rpc_async, self._name, function, args=(self._host, *args), timeout=0)
+        except RuntimeError as error:
+            if self.cause_of(error) is error:
+                raise  # else RPC knows already that the process has ended
+            failed: Any = futures.Future()
+            failed.set_exception(error)
+            return failed
 
     def cause_of(self, error: Exception) -> Exception:
         """Return why a call of :meth:`beside` failed: the process cannot be reached, or the function's exception."""

@@ -81,10 +81,7 @@ class _WatchedStage:
             answer = self._answer()
         if self._has_gone:
             return
-        try:
-            self._silent, self._asked = 0, self.remote.ask_for_progress()
-        except RuntimeError:  # RPC already knows that the process has ended; the next command reports it
-            self._has_gone = True
+        self._silent, self._asked = 0, self.remote.ask_for_progress()
         if answer is not None:
             self._judge(answer)
 
