@@ -7,6 +7,7 @@ QUICK := -m "not slow and not nightly"
 VENV := .venv
 # The torch that is installed there. A nightly job takes the lowest and the highest that Relay supports.
 TORCH ?= torch==2.13.*
+TORCH_STAMP := $(VENV)/$(subst *,x,$(subst =,-,$(TORCH)))
 INSTALLED := $(VENV)/installed
 INSTALL := pip install --quiet --disable-pip-version-check --config-settings editable_mode=compat
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
@@ -100,10 +101,14 @@ bench-tiny: $(INSTALLED)
 
 # The stamp is written last, so that an interrupted installation is taken up again. `compat` puts the checkout itself on
 # the path, not only the two packages: the scripts in examples/ import their model from there, wherever they are run.
-$(INSTALLED): pyproject.toml
+$(INSTALLED): pyproject.toml $(TORCH_STAMP)
 	@echo "Setting up $(VENV): some minutes the first time"
-	@$(PYTHON) -m venv $(VENV)
 	@$(INSTALL) '$(TORCH)' -e '.[dev]'
+	@touch $@
+
+$(TORCH_STAMP):
+	@$(PYTHON) -m venv $(VENV)
+	@rm -f $(VENV)/torch--*
 	@touch $@
 
 $(INSTALLED)-bench: $(INSTALLED)

@@ -1,4 +1,4 @@
-"""Whether processes run: check one, end several together, end this process with another one.
+"""Check whether a process runs, end several processes together, and end this process when another one ends.
 
 This module does not import torch, because a worker supervises its driver before it imports torch.
 """

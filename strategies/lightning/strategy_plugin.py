@@ -95,7 +95,7 @@ class StrategyPlugin(Strategy):
     _rpc_timeout_sec: float | None = None
     """How long another host may be unreachable. ``None`` for a pipeline, which watches the hosts itself."""
     _host_links: HostLinks | None = None
-    _undo_waiting: Sequence[Callable[[], None]] = ()
+    _undo_hooks: Sequence[Callable[[], None]] = ()
     _listening: ExitStack | None = None
     """Restores the environment variables that select the interface of process groups."""
 
@@ -146,10 +146,10 @@ class StrategyPlugin(Strategy):
         if self._async_save:
             self._writer = BackgroundWriter()
             if trainer is not None:
-                self._undo_waiting = wait_before_naming(trainer, self._writer)
+                self._undo_hooks = wait_before_naming(trainer, self._writer)
         if trainer is not None and requeues(environment := getattr(ranks, "cluster_environment", None)):
             undo = requeue_after_batch(trainer, environment, size if has_group else 1, self._saving_at_once)
-            self._undo_waiting = [*self._undo_waiting, *undo]
+            self._undo_hooks = [*self._undo_hooks, *undo]
 
     @abstractmethod
     def setup(self, trainer: Trainer) -> None:
@@ -223,9 +223,9 @@ class StrategyPlugin(Strategy):
         if self._rank_0_watch is not None:
             self._rank_0_watch.end()
             self._rank_0_watch = None
-        for undo in self._undo_waiting:
+        for undo in self._undo_hooks:
             undo()
-        self._undo_waiting = ()
+        self._undo_hooks = ()
         try:
             self._end_writer(is_first=not self._has_failed())
         finally:

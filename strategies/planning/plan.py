@@ -6,7 +6,7 @@ configure_optimizers ──▶ bytes of states, seconds of a step ────�
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -460,7 +460,9 @@ class _Plan:
             return
         plan = plan_of(self._model, size)
         seconds = None if self._on_meta else group_seconds(size)
-        with as_misconfiguration(), as_single_rank(self._model, plan, size, seconds):
+        with ExitStack() as stack:
+            with as_misconfiguration():
+                stack.enter_context(as_single_rank(self._model, plan, size, seconds))
             yield
         self._notes.append(
             f"figures are those of one of the {size} pipelines that divide the layers (tensor_parallel_size={size}); "

@@ -1,7 +1,7 @@
 """Measure what one of the ranks that divide layers computes, without the other ranks.
 
 whole model ──▶ part of the first rank ──▶ measured: bytes, and seconds of the rank and of its communication
-                absent ranks count as zeros; a wait stands for each sum, as long as the sum would take
+                absent ranks count as zeros; a wait of the measured duration replaces each sum
 """
 
 import time

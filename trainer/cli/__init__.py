@@ -2,9 +2,9 @@
 
 In: arguments and YAML files. Out: a call of the Trainer, or one line on stderr and exit status 2 for a mistake in the
 configuration. ``model_class`` decides for a package of Lightning, ``lightning_cli`` imports the command line of that
-package, ``command`` runs a command, ``parser`` and ``messages`` explain mistakes, ``saved_config`` writes the
-configuration of a fit next to its checkpoints. ``report`` shows a run and needs no Lightning. May import
-``trainer.trainer``, ``trainer.report`` and ``strategies``.
+package, ``command`` runs a command, ``parser`` and ``parser_messages`` explain mistakes, ``one_line_errors`` decides
+which errors are mistakes, ``saved_config`` writes the configuration of a fit next to its checkpoints. ``report`` shows
+a run and needs no Lightning. May import ``trainer.trainer``, ``trainer.report`` and ``strategies``.
 """
 
 import os

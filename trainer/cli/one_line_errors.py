@@ -1,4 +1,4 @@
-"""Errors of the command line that are one line and no traceback: mistakes in the configuration.
+"""Mistakes in the configuration, which the command line reports in one line without a traceback.
 
 Whether an error is such a mistake depends on who has raised it, and when:
 

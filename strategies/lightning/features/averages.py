@@ -44,18 +44,18 @@ class WeightAverages(Feature):
     """Makes callbacks average weights on the stages."""
 
     def check(self, prepared: Preparation) -> None:
-        """Check that no callback prunes weights."""
+        """Check that no callback prunes weights, and that averages are of one list of layers."""
         if prepared.is_fitting:
             check_callbacks(prepared.trainer)
-
-    def arguments(self, prepared: Preparation, optimizers: Sequence[Optimizer]) -> PipelineArguments:
-        """Return the copies of the model in which callbacks keep averages."""
         if isinstance(prepared.module, JoinedLists) and averaging_callbacks(prepared.trainer):
             raise MisconfigurationException(
                 "Averages of weights (WeightAveraging, StochasticWeightAveraging) work with one nn.Sequential or "
                 f"nn.ModuleList, but {described(prepared.module.paths)} are pipelined together. Name one of them by "
                 "module=..."
             )
+
+    def arguments(self, prepared: Preparation, optimizers: Sequence[Optimizer]) -> PipelineArguments:
+        """Return the copies of the model in which callbacks keep averages."""
         return {"copies": find_copies(prepared.trainer, prepared.module, prepared.path)}
 
     def begin(self, run: Run) -> Iterable[Undo]:

@@ -1,6 +1,6 @@
 """``tensor_parallel_size``: pipelines that divide the weights of single layers and train on the same batches.
 
-    measuring   the part of one pipeline, with as long a wait for each sum over the pipelines as it takes
+    measuring   the part of one pipeline; a wait of the measured duration replaces each sum over the pipelines
     arguments   values of pipeline 0 to the others ─▶ each keeps its part of the divided parameters and states
     each step   the batches of all pipelines must be equal; in the first, also the gradients of what is not divided
     teardown    the parts of all pipelines ─▶ whole parameters and states
@@ -11,7 +11,7 @@ and checkpoints are those of whole parameters.
 
 from binascii import crc32
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -128,7 +128,9 @@ class TensorParallel(Feature):
         if is_auto or options.balances_by_time:
             assert self._group is not None
             seconds = GroupSeconds.measured(self._group)
-        with as_misconfiguration(), as_single_rank(prepared.model, self._plan, self._size, seconds):
+        with ExitStack() as stack:
+            with as_misconfiguration():
+                stack.enter_context(as_single_rank(prepared.model, self._plan, self._size, seconds))
             yield
 
     def arguments(self, prepared: Preparation, optimizers: Sequence[Optimizer]) -> PipelineArguments:

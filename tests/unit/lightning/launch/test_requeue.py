@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cluster_models import GLOBAL_BATCH, ROWS, ClusterData, ClusterNet
+from lightning_fabric.plugins.environments.lightning import find_free_network_port
 from pytorch_lightning.plugins.environments import SLURMEnvironment
 from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor
@@ -66,7 +67,7 @@ def requeued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program.write_text(f'#!/bin/sh\nls {tmp_path} | grep ckpt >> {said}\necho "$@" >> {said}\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-    for name, value in VARIABLES.items():
+    for name, value in {**VARIABLES, "MASTER_PORT": str(find_free_network_port())}.items():
         monkeypatch.setenv(name, value)
     return said
 
@@ -96,15 +97,17 @@ def fit(folder: Path, strategy: Any, at: tuple[str, int] | None, **settings: Any
 
 
 @pytest.mark.parametrize("state", [TrainerFn.FITTING, TrainerFn.VALIDATING, TrainerFn.TESTING, TrainerFn.PREDICTING])
-def test_several_drivers_agree_on_nothing_within_an_evaluation(state: TrainerFn) -> None:
+def test_several_drivers_do_not_communicate_after_batches_of_an_evaluation(state: TrainerFn) -> None:
     """They may have different numbers of batches. (Without a process group, ``all_reduce`` is an error.)"""
     callback = RequeueAfterBatch(pytest.fail, 2, nullcontext)
-    trainer: Any = SimpleNamespace(state=SimpleNamespace(fn=state), sanity_checking=False)
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(_should_accumulate=lambda: False))
+    trainer: Any = SimpleNamespace(state=SimpleNamespace(fn=state), sanity_checking=False, fit_loop=loop)
     callback.note()
     says = nullcontext() if state == TrainerFn.FITTING else pytest.warns(UserWarning, match="a longer time limit")
     with says:
         for hook in (callback.on_validation_batch_end, callback.on_test_batch_end, callback.on_predict_batch_end):
             hook(trainer)
+    assert callback.is_due == (state == TrainerFn.FITTING)
 
 
 @pytest.mark.parametrize("make", [DDPStrategy, RPCSequentialStrategy])
@@ -138,3 +141,16 @@ def test_the_checkpoint_is_of_a_whole_batch(
     for model in (first, again):
         for value, expected in zip(model.parameters(), undisturbed.parameters(), strict=True):
             torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_a_validation_between_two_accumulated_batches_goes_on(requeued: Path, tmp_path: Path) -> None:
+    """A checkpoint within it would lack the gradients so far."""
+    other = tmp_path / "other"
+    other.mkdir()
+    settings: dict[str, Any] = {"accumulate_grad_batches": 3, "val_check_interval": 4}
+    undisturbed = fit(other, RPCSequentialStrategy(), None, **settings)
+    fit(tmp_path, RPCSequentialStrategy(), ("validation", 3), **settings)
+    assert torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=False)["global_step"] == 2
+    again = fit(tmp_path, RPCSequentialStrategy(), None, **settings)
+    for value, expected in zip(again.parameters(), undisturbed.parameters(), strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-9)
