@@ -87,6 +87,7 @@ ELSEWHERE: dict[str, list[str]] = {
         "integration/replicas/test_replicas_features.py",
     ],
     "strategies/lightning/features/kept_seeds.py": ["integration/checkpoint/test_checkpoint_resume.py"],
+    "strategies/lightning/launch/requeue.py": ["integration/launch/test_requeue.py"],
     "strategies/lightning/finding_blocks.py": ["unit/test_rpc_sequential.py", "unit/lightning/test_partitioning.py"],
     "strategies/lightning/options.py": ["unit/test_rpc_sequential.py", "unit/lightning/test_arguments.py"],
     "strategies/lightning/run.py": ["unit/test_rpc_sequential.py"],
