@@ -51,7 +51,7 @@ class Shape(NamedTuple):
         return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
     def terms(self) -> list[float]:
-        """Return what the time is a linear function of: a constant, tokens, attention, and its mask."""
+        """Return the terms of the linear model of the time: a constant, tokens, attention, and its mask."""
         attention = self.rows * self.length**2
         return [1.0, self.rows * self.length, attention, attention * self.has_padding]
 
@@ -63,7 +63,7 @@ SHAPES = (
 """The micro-batches on which costs are measured."""
 GOAL = 0.6
 """The time of a step, as a share of that with padding."""
-PRECISION = 0.1
+MAX_DEVIATION = 0.1
 """The goal of the prediction."""
 
 
@@ -262,7 +262,7 @@ def main(effort: Effort) -> Section:
         ],
         notes=[
             f"microbatch_tokens takes {reached:.2f} of the time with padding; the goal is {GOAL}.",
-            f"The median of predicted / measured is at most {off:.0%} off; the goal is {PRECISION:.0%}.",
+            f"The median of predicted / measured is at most {off:.0%} off; the goal is {MAX_DEVIATION:.0%}.",
             f"Rows cut by the measured costs, for {STAGES} stages, in place of tokens for any number of stages: "
             f"{gain:.3f} of the predicted time.",
         ],

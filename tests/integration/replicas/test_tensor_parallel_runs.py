@@ -95,7 +95,7 @@ def test_more_models_and_schedules(cases: list[str]) -> None:
 
 
 @pytest.mark.nightly
-def test_what_is_found_by_measuring_parts() -> None:
+def test_measured_balances_and_schedules() -> None:
     run(compared, 2, 2, 1, ["auto", "by_size", "by_time"], timeout_seconds=390)
 
 
