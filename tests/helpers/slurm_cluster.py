@@ -125,7 +125,8 @@ class Cluster:
         while not is_so():
             if time.monotonic() > deadline or any(daemon.poll() is not None for daemon in self._inits.values()):
                 logs = [f"{name}:\n{(self.folder / f'{name}.log').read_text()}" for name in self._inits]
-                raise RuntimeError(f"timed out after {START_SECONDS:.0f} s, or a daemon has ended: {what}\n" + "\n".join(logs))
+                why = f"timed out after {START_SECONDS:.0f} s, or a daemon has ended: {what}"
+                raise RuntimeError("\n".join([why, *logs]))
             time.sleep(0.2)
 
     def end(self) -> None:
