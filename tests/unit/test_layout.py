@@ -89,6 +89,7 @@ ELSEWHERE: dict[str, list[str]] = {
     "strategies/lightning/features/kept_seeds.py": ["integration/checkpoint/test_checkpoint_resume.py"],
     "strategies/lightning/launch/requeue.py": ["integration/launch/test_requeue.py"],
     "strategies/lightning/finding_blocks.py": ["unit/test_rpc_sequential.py", "unit/lightning/test_partitioning.py"],
+    "strategies/lightning/model_copies.py": ["integration/parity/training/test_parity_weight_averaging.py"],
     "strategies/lightning/options.py": ["unit/test_rpc_sequential.py", "unit/lightning/test_arguments.py"],
     "strategies/lightning/run.py": ["unit/test_rpc_sequential.py"],
     "strategies/lightning/whole_batch.py": ["integration/parity/training/test_parity_steps.py"],

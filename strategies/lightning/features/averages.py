@@ -7,11 +7,8 @@ weights are refused.
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from operator import attrgetter
 from typing import Any
 
-import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from strategies.common.joined_lists import JoinedLists
@@ -19,17 +16,12 @@ from strategies.lightning.compat import (
     Callback,
     MisconfigurationException,
     ModelPruning,
-    StochasticWeightAveraging,
-    TrainerFn,
-    WeightAveraging,
-    averaged_model,
 )
 from strategies.lightning.features.feature import Feature, PipelineArguments
 from strategies.lightning.finding_blocks import described
 from strategies.lightning.hooks import Undo, run_hooks_within
+from strategies.lightning.model_copies import averaging_callbacks, find_copies
 from strategies.lightning.run import Preparation, Run
-from strategies.pipeline.driver import ModelCopy
-from strategies.pipeline.partition.sequential import Pipelined
 from strategies.pipeline.state.remote_operations import OnStages
 
 _HOOKS = [
@@ -77,34 +69,6 @@ def check_callbacks(trainer: Any) -> None:
             )
 
 
-def find_copies(trainer: Any, module: Pipelined, path: str) -> list[ModelCopy]:
-    """Return the copies of the model in which callbacks keep averages.
-
-    Args:
-        trainer: The Trainer with the callbacks.
-        module: The pipelined part of the model.
-        path: The dotted path of ``module`` in the model.
-
-    Raises:
-        MisconfigurationException: If a copy is not a copy of this model.
-    """
-    copies = []
-    for callback in averaging_callbacks(trainer):
-        model = averaged_model(callback)
-        assert model is not None
-        try:
-            copied = attrgetter(path)(model)
-        except AttributeError:
-            copied = None
-        if not isinstance(copied, Pipelined) or _layout(copied) != _layout(module):
-            raise MisconfigurationException(
-                f"{type(callback).__name__} holds the average of another model than the one that is run: its {path} "
-                f"is {copied!r:.200}. Use a new {type(callback).__name__} for each model."
-            )
-        copies.append(ModelCopy(model, copied))
-    return copies
-
-
 def average_on_stages(trainer: Any, reading_late: Callable[[], AbstractContextManager[Any]]) -> list[Undo]:
     """Make the stages run what averaging callbacks compute in their hooks.
 
@@ -120,15 +84,3 @@ def average_on_stages(trainer: Any, reading_late: Callable[[], AbstractContextMa
     # WeightAveraging saves the average under the key ``state_dict``.
     saving = [undo for own in callbacks for undo in run_hooks_within(own, ["on_save_checkpoint"], reading_late)]
     return [*undo, *saving]
-
-
-def averaging_callbacks(trainer: Any) -> list[WeightAveraging | StochasticWeightAveraging]:
-    """Return the callbacks that hold an average in this run; ``StochasticWeightAveraging`` does so only in ``fit``."""
-    kinds = (
-        (WeightAveraging, StochasticWeightAveraging) if trainer.state.fn == TrainerFn.FITTING else (WeightAveraging,)
-    )
-    return [own for own in trainer.callbacks if isinstance(own, kinds) and averaged_model(own) is not None]
-
-
-def _layout(module: nn.Module) -> dict[str, torch.Size]:
-    return {name: parameter.shape for name, parameter in module.named_parameters(remove_duplicate=False)}

@@ -12,6 +12,7 @@ import tensor_parallel_job as job
 import torch
 from harness import run
 from parity import alike, one_device
+from paths import environment
 from pytorch_lightning import seed_everything
 from scripts import Script
 
@@ -45,7 +46,9 @@ def compared(stages: int, parts: int, replicas: int, cases: Sequence[str], by_to
         arguments = [job.__file__, name, *map(str, (stages, parts, replicas)), *cases]
         if by_torchrun:
             launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-            subprocess.run([*launch, str(stages * parts * replicas), *arguments], check=True, timeout=300)
+            subprocess.run(
+                [*launch, str(stages * parts * replicas), *arguments], env=environment(), check=True, timeout=300
+            )
         else:
             assert Script(*arguments).wait(timeout=300) == 0
         results = torch.load(folder / "results.pt")

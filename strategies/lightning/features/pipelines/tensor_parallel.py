@@ -32,9 +32,9 @@ from strategies.lightning.compat import (
     rank_zero_info,
     rank_zero_warn,
 )
-from strategies.lightning.features.averages import averaging_callbacks, find_copies
 from strategies.lightning.features.feature import Feature, PipelineArguments
 from strategies.lightning.hooks import Undo, after_backward, overridden_gradient_hooks, run_hooks_within
+from strategies.lightning.model_copies import averaging_callbacks, find_copies
 from strategies.lightning.options import Options
 from strategies.lightning.run import Preparation, Run
 from strategies.optim.restricted import parameters_of
