@@ -163,7 +163,7 @@ class Cluster:
 
     def left(self) -> list[str]:
         """What a job has left on the hosts: processes, segments of shared memory, temporary files."""
-        memory = [Path(f"/proc/{self._init(node)}/root/dev/shm") for node in NODES]
+        memory = [Path("/proc", str(self._init(node)), "root", "dev", "shm") for node in NODES]
         temporary = [self.folder / f"tmp-{node}" for node in NODES]
         paths = [path for place in (*memory, *temporary) for path in place.rglob("*") if not _is_torchinductor(path)]
         return [*map(describe, self.processes()), *map(str, paths)]
