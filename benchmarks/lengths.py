@@ -24,7 +24,6 @@ from strategies import RPCSequentialStrategy
 from strategies.lightning.partitioning import measuring
 from strategies.pipeline.partition.model_costs import Example, costs_of
 from strategies.pipeline.schedule.tables import SCHEDULES
-from strategies.pipeline.stage.layers import num_recomputed
 from strategies.pipeline.stage.microbatch.by_length import cut_by_costs, split_by_length
 from strategies.pipeline.stage.microbatch.split import split_batch
 from strategies.planning.action_costs import ACTION_SECONDS, ByAction, model_costs
@@ -162,18 +161,17 @@ class MeasuredCosts:
         terms = numpy.array([shape.terms() for shape in shapes])
         self._factors = numpy.linalg.lstsq(terms * shares, times * shares, rcond=None)[0]
 
-    def of(self, shape: Shape, *, is_recomputed: bool) -> ModelCosts:
+    def of(self, shape: Shape) -> ModelCosts:
         """Return the costs of a micro-batch."""
         times = (numpy.array(shape.terms()) @ self._factors).clip(min=0).tolist()
         forward, backward, transfers = (times[k * BLOCKS : (k + 1) * BLOCKS] for k in range(3))
-        again = [own if is_recomputed else 0.0 for own in forward]
-        layers = [LayerCosts(f, b + r, 0.0) for f, b, r in zip(forward, backward, again, strict=True)]
-        return ModelCosts(layers, transfers, ACTION_SECONDS, DriverCosts(*times[3 * BLOCKS :]))
+        layers = [LayerCosts(f, b, 0.0) for f, b in zip(forward, backward, strict=True)]
+        driver = DriverCosts(*times[3 * BLOCKS :])
+        return ModelCosts(layers, transfers, ACTION_SECONDS, driver, checkpoint="except_last")
 
     def seconds(self, shapes: Sequence[Shape], schedule: str) -> float:
         """Return the predicted time of a step with these micro-batches."""
-        again = num_recomputed("except_last", len(shapes))
-        each = [self.of(shape, is_recomputed=m < again) for m, shape in enumerate(shapes)]
+        each = [self.of(shape) for shape in shapes]
         table, balance = SCHEDULES[schedule].table(STAGES, len(shapes), 1), [BLOCKS // STAGES] * STAGES
         if schedule != "gpipe":
             return simulated(each, table, balance).total_time
@@ -187,8 +185,10 @@ class MeasuredCosts:
         for first, last in combinations_with_replacement(range(number), 2):
             shape = self._cut_out(lengths, first, last + 1)
             if first == last or shape.rows * shape.length <= TOKENS:
-                own = self.of(shape, is_recomputed=True)
-                work = sum(layer.forward + layer.whole + 2 * ACTION_SECONDS / BLOCKS * STAGES for layer in own.layers)
+                own = self.of(shape)
+                work = sum(
+                    2 * layer.forward + layer.whole + 2 * ACTION_SECONDS / BLOCKS * STAGES for layer in own.layers
+                )
                 costs[first, last + 1] = work + own.driver.seconds
         ends = [*accumulate(cut_by_costs(costs, STAGES))]
         return [self._cut_out(lengths, *bounds) for bounds in pairwise([0, *ends])]

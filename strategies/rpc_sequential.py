@@ -145,9 +145,11 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             the rows. If the model has a method ``split_batch(batch, num_microbatches)``, the strategy calls it instead.
             Default: 8.
         checkpoint: Which micro-batches are recomputed in the backward pass instead of keeping their activations:
-            ``"always"``, ``"except_last"`` (default; all but the last) or ``"never"`` (fastest, if memory allows).
-            Under the first two, gradient checkpointing of a Hugging Face model is off in the blocks during ``fit``,
-            because the stages recompute the blocks. Under ``"never"`` it stays on.
+            ``"always"``, ``"except_last"`` (default) or ``"never"`` (fastest, if memory allows). ``"except_last"``
+            keeps the activations of the last micro-batch, and of those whose backward pass follows at once: under all
+            schedules but ``gpipe``, nothing is recomputed in the last stage. Under the first two, gradient
+            checkpointing of a Hugging Face model is off in the blocks during ``fit``, because the stages recompute the
+            blocks. Under ``"never"`` it stays on.
         schedule: Order of the passes. To set its options, pass a :class:`~strategies.lightning.options.Schedule`, such
             as ``Schedule("interleaved", chunks=2)``. Under ``"gpipe"`` (default), all forward passes precede all
             backward passes. ``training_step`` runs once for the batch, so it may compute any loss over the batch. Under

@@ -277,7 +277,14 @@ class PipelineMonitor(Callback):
         if len(pipeline.stages) < 2 or not settings.pipelined_backward or step.recording.balance != balance:
             return
         lengths = lengths_of(pipeline.module)
-        costs = measured_step(rows, recorded, balance, whole_batch=not settings.interleaves, lengths=lengths)
+        costs = measured_step(
+            rows,
+            recorded,
+            balance,
+            whole_batch=not settings.interleaves,
+            checkpoint=settings.checkpoint,
+            lengths=lengths,
+        )
         if costs is None or not self._costs.add(costs) or len(self._costs.steps) < STEPS_TO_ASSESS:
             return
         found = assess(

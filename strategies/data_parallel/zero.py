@@ -2,6 +2,8 @@
 
 stage 1, 2     each rank owns some whole parameters             ShardedOptimizers, RankStates
 stage 3        each rank owns some rows of every parameter      ShardedModel, RowOptimizers, RowStates
+
+Who owns which parameter and its state: :mod:`strategies.sharding.ownership`.
 """
 
 from collections.abc import Callable, Mapping

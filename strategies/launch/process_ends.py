@@ -1,6 +1,7 @@
 """Check whether a process runs, end several processes together, and end this process when another one ends.
 
-This module does not import torch, because a worker supervises its driver before it imports torch.
+This module does not import torch, because a worker supervises its driver before it imports torch. How the driver
+notices that a worker is lost: :mod:`strategies.pipeline.control.client`.
 """
 
 import os

@@ -4,6 +4,8 @@ rank 0   main thread     in a call of the Trainer ──▶ a connection is lost
          monitor         checks the processes ──▶ one has failed ── 2 s later ──┴─ interrupts it ── 7 s: ends rank 0
                                  ▲
 rank > 0                 write what they do to memory of rank 0
+
+The workers of a pipeline are no ranks: :mod:`strategies.pipeline.control.client` notices that one is lost.
 """
 
 import os

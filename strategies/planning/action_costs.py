@@ -110,12 +110,10 @@ class ByAction(_ByLayer):
     """Measures bytes, and the median times of the forward pass, the whole backward pass and its two parts.
 
     Attributes:
-        recomputed: The share of micro-batches whose forward pass runs again in the backward pass.
         budget_seconds: Time limit for all passes of a layer, in addition to the warm-up and the first few passes.
         with_steps: Also measure a step of AdamW, in place of the optimizer, which does not exist yet.
     """
 
-    recomputed: float = 0.0
     budget_seconds: float = 0.1
     with_steps: bool = field(default=False, kw_only=True)
 
@@ -160,12 +158,11 @@ class ByAction(_ByLayer):
             input_grad, weight_grad = backward, 0.0
         activations, output = activation_bytes(layer, value)
         held, _ = pass_bytes(layer, value)
-        again = self.recomputed
         costs = LayerCosts(
             forward=forward,
-            input_grad=again * forward + input_grad,
+            input_grad=input_grad,
             weight_grad=weight_grad,
-            backward=again * forward + backward,
+            backward=backward,
             activation_bytes=activations,
             kept_bytes=kept,
             parameter_bytes=parameter_bytes(layer.parameters(), self.param_scale),

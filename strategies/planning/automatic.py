@@ -18,7 +18,6 @@ from strategies.pipeline.partition.model_costs import Costs, Example, costs_of
 from strategies.pipeline.partition.profiling import first_microbatch
 from strategies.pipeline.partition.sequential import Pipelined, check_balance, check_lists, even_balance
 from strategies.pipeline.schedule.planned import PlannedSchedule
-from strategies.pipeline.stage.layers import num_recomputed
 from strategies.planning.action_costs import ByAction, DriverPart, Layer, WithoutTimes, model_costs
 from strategies.planning.plan_rows import ALLOCATOR_SHARE, MeasuredPasses, activation_peaks
 from strategies.planning.search import EFFORT, ModelCosts, search
@@ -93,7 +92,6 @@ def find_schedule(
                 module,
                 found,
                 numbers,
-                checkpoint=settings.checkpoint,
                 device=device,
                 budget_seconds=budget_seconds,
                 gradient_sets=gradient_sets,
@@ -114,13 +112,19 @@ def find_schedule(
                 layers=costs.layers[::-1] if in_reverse else costs.layers,
                 driver=costs.driver,
                 microbatches=number,
-                recomputed=num_recomputed(settings.checkpoint, number),
+                checkpoint=settings.checkpoint,
                 input_bytes=input_bytes(found, number),
                 lengths=lengths,
             )
             peaks = partial(activation_peaks, measured=passes, at_once=False)
             of_model = model_costs(costs, in_reverse=in_reverse)
-            return replace(of_model, activation_peaks=peaks, memory_scale=1 + ALLOCATOR_SHARE, lengths=lengths)
+            return replace(
+                of_model,
+                activation_peaks=peaks,
+                memory_scale=1 + ALLOCATOR_SHARE,
+                lengths=lengths,
+                checkpoint=settings.checkpoint,
+            )
 
         not_measured = measured[numbers[-1]].not_measured
         plan = search(
@@ -146,7 +150,6 @@ def measure_actions(
     found: FoundExample,
     numbers: Sequence[int],
     *,
-    checkpoint: str,
     device: torch.device,
     budget_seconds: float,
     gradient_sets: int = 1,
@@ -160,7 +163,6 @@ def measure_actions(
         module: The pipelined part of the model.
         found: The input.
         numbers: The numbers of micro-batches.
-        checkpoint: Which micro-batches are recomputed in the backward pass.
         device: The device on which a copy of one layer at a time is measured; on ``meta``, only bytes are measured.
         budget_seconds: Time limit for all passes, in addition to the warm-up and the first few passes.
         gradient_sets: Number of gradients of a parameter that exist at the same time.
@@ -174,11 +176,10 @@ def measure_actions(
             value = split(number)
         elif not found.is_made:
             value = first_microbatch(value, min(found.rows, number))
-        recomputed = num_recomputed(checkpoint, number) / number
         measure: ByAction | WithoutTimes = WithoutTimes(param_scale=param_scale)
         if device.type != "meta":
             budget = budget_seconds / len(module) / len(numbers)
-            measure = ByAction(recomputed, budget, param_scale=param_scale, with_steps=with_steps)
+            measure = ByAction(budget, param_scale=param_scale, with_steps=with_steps)
         measured[number] = costs_of(model, module, Example(found.model, value), measure, device)
     return measured
 

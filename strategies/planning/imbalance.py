@@ -13,12 +13,13 @@ Index letters: ``m`` micro-batch, ``i`` stage of a table (a chunk of layers), ``
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import cast
 
-from strategies.pipeline.schedule.tables import ActionTable, Placement
+from strategies.pipeline.schedule.tables import KINDS, Action, ActionTable, Kind, Placement, recomputed
 from strategies.pipeline.stage.records import LayerRecord, Record, Recorded
 from strategies.planning.measured import (
     from_first_forward,
@@ -157,6 +158,7 @@ def measured_step(
     balance: Sequence[int],
     *,
     whole_batch: bool,
+    checkpoint: str,
     lengths: Sequence[int] = (),
 ) -> MeasuredStep | None:
     """Return the measurements of a recorded step; ``None`` if it has no pass with a backward part, or lacks layers.
@@ -166,6 +168,7 @@ def measured_step(
         recorded: The recording of each process.
         balance: The number of layers of each chunk.
         whole_batch: Whether the driver's code runs once, between forward and backward passes.
+        checkpoint: Which micro-batches are recomputed. The costs of layers do not include that.
         lengths: If there are several lists of layers, the number of layers of each list.
     """
     num_lists = len(lengths) or 1
@@ -188,10 +191,17 @@ def measured_step(
     def mean(kind: str, i: int = 0) -> float | None:
         return statistics.fmean(seconds[kind, i]) if seconds[kind, i] else None
 
+    num_again = Counter(i for row in rows for _, i in recomputed(_actions_of(row, numbers), checkpoint, microbatches))
+
+    def without_recomputation(kind: str, i: int) -> float | None:
+        if (found := mean(kind, i)) is None:
+            return None
+        return max(0.0, found - num_again[i] / microbatches * (mean("F", i) or 0.0))
+
     costs: list[LayerCosts] = []
     for i, (start, end) in enumerate(pairwise([0, *accumulate(balance)])):
-        forward, backward = mean("F", i) or 0.0, mean("B", i)
-        input_grad, weight_grad = mean("I", i), mean("W", i) or 0.0
+        forward, backward = mean("F", i) or 0.0, without_recomputation("B", i)
+        input_grad, weight_grad = without_recomputation("I", i), mean("W", i) or 0.0
         if input_grad is None:  # whole backward passes only
             input_grad, weight_grad = backward or 0.0, 0.0
         total = sum(layers[place].seconds for place in range(start, end))
@@ -211,7 +221,13 @@ def measured_step(
         between = [(mean("b", first) or 0.0, mean("a", first) or 0.0) for first in firsts]
         driver = DriverCosts(mean("b") or 0.0, mean("loss", len(balance) - 1) or 0.0, mean("a") or 0.0, between)
     of_model = ModelCosts(
-        costs, transfer_seconds(rows), statistics.fmean(sending), driver, lengths=lengths, at_once=whole_batch
+        costs,
+        transfer_seconds(rows),
+        statistics.fmean(sending),
+        driver,
+        lengths=lengths,
+        at_once=whole_batch,
+        checkpoint=checkpoint,
     )
     return MeasuredStep(
         whole.placement,
@@ -296,7 +312,15 @@ def _median(steps: Sequence[MeasuredStep]) -> ModelCosts:
         ),
         lengths=steps[-1].costs.lengths,
         at_once=steps[-1].costs.at_once,
+        checkpoint=steps[-1].costs.checkpoint,
     )
+
+
+def _actions_of(row: Sequence[Record], numbers: Container[int]) -> Iterator[Action]:
+    """Yield the recorded actions of a process in passes with these numbers."""
+    for record in row:
+        if record.number in numbers and record.kind in KINDS:
+            yield Action(cast(Kind, record.kind), record.microbatch, record.stage)
 
 
 def _divided(layer: LayerCosts, slowness: float) -> LayerCosts:

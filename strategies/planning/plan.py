@@ -66,7 +66,6 @@ from strategies.pipeline.recovery.recovery import MOST_LOGGED_BYTES
 from strategies.pipeline.schedule.planned import AUTO
 from strategies.pipeline.schedule.program import ranks_of
 from strategies.pipeline.schedule.tables import SCHEDULES, Placement
-from strategies.pipeline.stage.layers import num_recomputed
 from strategies.pipeline.transport.slots import NUM_SLOTS
 from strategies.planning.action_costs import DriverPart, Layer, group_seconds, model_costs
 from strategies.planning.automatic import input_bytes, measure_actions
@@ -674,7 +673,6 @@ class _Plan:
                     self._module,
                     given.found,
                     given.numbers,
-                    checkpoint=self._options.settings.checkpoint,
                     device=self._device,
                     budget_seconds=BUDGET_SECONDS * len(given.numbers),
                     split=given.first,
@@ -761,7 +759,7 @@ class _Plan:
                 outside_step=outside[1],
                 transfer=0.0 if self._on_meta else model_costs(cost, in_reverse=in_reverse).transfer,
                 microbatches=number,
-                recomputed=num_recomputed(self._options.settings.checkpoint, number),
+                checkpoint=self._options.settings.checkpoint,
                 rows=given.rows or given.found.rows * number,
                 input_bytes=input_bytes(given.found, number),
                 gradient_sets=num_gradient_sets(self._trainer, self._model, optimizers, self._options.num_owners),

@@ -24,7 +24,7 @@ from strategies.pipeline.partition.balance import partition_lists
 from strategies.pipeline.partition.memory import Need
 from strategies.pipeline.partition.profiling import PassBytes
 from strategies.pipeline.schedule.program import ranks_of
-from strategies.pipeline.schedule.tables import SCHEDULES, ActionTable, Placement
+from strategies.pipeline.schedule.tables import SCHEDULES, ActionTable, Placement, recomputed
 from strategies.planning.action_costs import ACTION_SECONDS, DriverPart, Layer
 from strategies.planning.search import ModelCosts, balanced, neighbours_of
 from strategies.planning.simulator import PerStage, Simulation, on_cores, with_driver_between
@@ -47,7 +47,7 @@ class MeasuredPasses:
         layers: The costs of a micro-batch in each layer, in the order of the stages.
         driver: The costs of the driver's part.
         microbatches: The number of micro-batches.
-        recomputed: The number of micro-batches that are recomputed in the backward pass.
+        checkpoint: Which micro-batches are recomputed in the backward pass.
         input_bytes: The bytes of the input of a micro-batch.
         lengths: If the model has several lists of layers, the number of layers of each list.
     """
@@ -55,7 +55,7 @@ class MeasuredPasses:
     layers: Sequence[Layer]
     driver: DriverPart
     microbatches: int
-    recomputed: int
+    checkpoint: str
     input_bytes: int
     lengths: Sequence[int] = field(default=(), kw_only=True)
 
@@ -121,6 +121,7 @@ class Measured(MeasuredPasses):
             memory_scale=1 + ALLOCATOR_SHARE,
             lengths=self.lengths,
             at_once=at_once,
+            checkpoint=self.checkpoint,
         )
         return found if at_once else replace(found, driver=self.driver.costs)
 
@@ -435,8 +436,9 @@ def activation_peaks(
         is_driver = r == placement.driver
         held = float(num * measured.input_bytes if is_driver else 0)
         peak, whole_gradient, before = held, 0, 0
+        recomputes = recomputed(row, measured.checkpoint, num)
         for kind, m, i in row:
-            stage, again, number = stages[i], m < measured.recomputed, placement.list_of(i)
+            stage, again, number = stages[i], (m, i) in recomputes, placement.list_of(i)
             if is_driver and at_once and kind == "F" and number != before:
                 held += num * between[before]
             if is_driver and at_once and kind != "F" and (number != before or not whole_gradient):

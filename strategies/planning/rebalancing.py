@@ -168,6 +168,7 @@ class Decisions:
             recorded,
             pipeline.balance,
             whole_batch=not pipeline.settings.interleaves,
+            checkpoint=pipeline.settings.checkpoint,
             lengths=lengths_of(pipeline.module),
         )
         if costs is not None:

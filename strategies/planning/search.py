@@ -27,14 +27,21 @@ from typing import TypeAlias
 from strategies.pipeline.schedule.planned import PlannedSchedule
 from strategies.pipeline.schedule.program import check_order
 from strategies.pipeline.schedule.tables import (
-    KINDS,
     SCHEDULES,
     Action,
     ActionTable,
     Placement,
     v,
 )
-from strategies.planning.simulator import ActionCosts, DriverCosts, PerStage, PreparedTable, Simulation, simulate
+from strategies.planning.simulator import (
+    ActionCosts,
+    DriverCosts,
+    PerStage,
+    PreparedTable,
+    Simulation,
+    simulate,
+    time_index,
+)
 
 EFFORT = 8_000_000
 """Maximum number of simulated actions of a search: about a second."""
@@ -118,6 +125,7 @@ class ModelCosts:
         lengths: If the model has several lists of layers, the number of layers of each list; by default it has one.
         at_once: Whether the driver's code runs for the whole batch at once, between the passes of the stages. Its time
             is then not in ``driver``.
+        checkpoint: Which micro-batches are recomputed. The times of layers do not include that.
     """
 
     layers: Sequence[LayerCosts]
@@ -131,6 +139,7 @@ class ModelCosts:
     slowness: Sequence[float] = ()
     lengths: Sequence[int] = ()
     at_once: bool = False
+    checkpoint: str = "never"
 
     @property
     def num_lists(self) -> int:
@@ -162,7 +171,8 @@ def simulated(costs: Sequence[ModelCosts], table: ActionTable, balance: Sequence
     """
     placement = replace(Placement.of(table), num_lists=costs[0].num_lists)
     each = [_Model(own, len(costs), None).of_stages(balance, placement) for own in costs]
-    return simulate(table, each, placement=placement, at_once=costs[0].at_once)
+    first = costs[0]
+    return simulate(table, each, placement=placement, at_once=first.at_once, checkpoint=first.checkpoint)
 
 
 CostsOf: TypeAlias = Callable[[int], ModelCosts]
@@ -428,6 +438,7 @@ class _Model:
             backward=backward,
             input_grad=input_grad,
             weight_grad=weight_grad,
+            recompute=[time - self.costs.action for time in forward],
             transfer=[self._transfers[start] for start in accumulate(balance[:-1], initial=0)],
             activation_bytes=activations,
             kept_bytes=kept,
@@ -471,8 +482,13 @@ class _Model:
 
     def prepared(self, table: ActionTable, placement: Placement) -> PreparedTable:
         """Return a table prepared for these costs."""
-        runs_code, at_once = self.costs.driver.runs_code_before, self.costs.at_once
-        return PreparedTable(table, placement=placement, with_user_code=runs_code, at_once=at_once)
+        return PreparedTable(
+            table,
+            placement=placement,
+            with_user_code=self.costs.driver.runs_code_before,
+            at_once=self.costs.at_once,
+            checkpoint=self.costs.checkpoint,
+        )
 
     def all_balances(self, num_stages: int) -> Iterator[list[int]]:
         """Yield every number of layers of each stage. Each list has its own stages."""
@@ -791,6 +807,7 @@ def _greedy_tables(
                 whole=whole,
                 forward_first=forward_first,
                 early_first=early_first,
+                checkpoint=candidate.model.costs.checkpoint,
             )
 
 
@@ -803,6 +820,7 @@ def greedy_order(
     whole: int,
     forward_first: bool = False,
     early_first: bool = False,
+    checkpoint: str = "never",
 ) -> ActionTable:
     """Return a table in which each process runs the most urgent action that is ready.
 
@@ -816,10 +834,10 @@ def greedy_order(
         whole: The number of first micro-batches whose backward passes are not split.
         forward_first: Whether forward passes are more urgent than gradients.
         early_first: Whether earlier stages of a process are more urgent than later ones.
+        checkpoint: Which micro-batches are recomputed.
     """
     num_stages, process_of = placement.num_stages, placement.process_of
     transfers = seconds[len(seconds) - num_stages :]
-    cost = {kind: seconds[k * num_stages : (k + 1) * num_stages] for k, kind in enumerate(KINDS)}
     step = 1 if early_first else -1
     stages = [placement.stages_of(r)[::step] for r in range(1 + max(process_of))]
     rows: ActionTable = [[] for _ in stages]
@@ -846,13 +864,16 @@ def greedy_order(
         ready = next((action for arrival, action in following if arrival <= now), None)
         if ready is None and pending[r]:
             later = min((arrival for arrival, _ in following), default=math.inf)
-            if now + cost["W"][pending[r][0].stage] / 2 <= later:
+            if now + seconds[time_index(pending[r][0], num_stages, recompute=False)] / 2 <= later:
                 ready = pending[r].pop(0)
         if ready is None:
             continue  # an arriving value wakes the process
         kind, m, i = ready
+        again = checkpoint == "always" or (
+            checkpoint == "except_last" and m < microbatches - 1 and rows[r][-1:] != [Action("F", m, i)]
+        )
         rows[r].append(ready)
-        end = busy_until[r] = now + cost[kind][i]
+        end = busy_until[r] = now + seconds[time_index(ready, num_stages, recompute=again)]
         heapq.heappush(events, (end, r))
         if kind == "W":
             continue

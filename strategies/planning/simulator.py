@@ -14,7 +14,7 @@ from typing import TypeAlias
 from strategies.pipeline.schedule.operations import Computation, UserCode
 from strategies.pipeline.schedule.program import driver_row, row_at_once
 from strategies.pipeline.schedule.running_order import check_complete, running_order
-from strategies.pipeline.schedule.tables import KINDS, Action, ActionTable, Placement, loop
+from strategies.pipeline.schedule.tables import KINDS, Action, ActionTable, Placement, loop, recomputed
 
 PerStage: TypeAlias = float | Sequence[float]
 """One number for all stages, or one per stage."""
@@ -78,6 +78,7 @@ class ActionCosts:
         input_grad: Time of the input gradients, if the backward pass is split. For a stage that cannot be split, this
             is the time of the whole backward pass, and ``weight_grad`` is 0.
         weight_grad: Time of the weight gradients.
+        recompute: Time to run a forward pass again, in the backward pass of a micro-batch that is recomputed.
         transfer: Time to send the input of a stage, or its gradient, from one process to another.
         activation_bytes: The memory that a stage holds from the forward pass on.
         kept_bytes: The part that is kept from the input gradients to the weight gradients; all of it if ``None``.
@@ -88,6 +89,7 @@ class ActionCosts:
     backward: PerStage = 1.0
     input_grad: PerStage = 1.0
     weight_grad: PerStage = 1.0
+    recompute: PerStage = 0.0
     transfer: PerStage = 0.0
     activation_bytes: PerStage = 1.0
     kept_bytes: PerStage | None = None
@@ -126,6 +128,7 @@ def simulate(
     *,
     placement: Placement | None = None,
     at_once: bool = False,
+    checkpoint: str = "never",
 ) -> Simulation:
     """Simulate a table.
 
@@ -139,12 +142,14 @@ def simulate(
             one unit of time.
         placement: The required process of each stage; by default the one that has its actions, for one list of layers.
         at_once: As in :class:`PreparedTable`.
+        checkpoint: Which micro-batches are recomputed.
 
     Raises:
         ValueError: If the table lacks or repeats an action, has one on the wrong process, or deadlocks, or if a cost is
             negative or not given for every stage or micro-batch.
     """
-    return PreparedTable(table, placement=placement, at_once=at_once).simulate(costs or ActionCosts())
+    prepared = PreparedTable(table, placement=placement, at_once=at_once, checkpoint=checkpoint)
+    return prepared.simulate(costs or ActionCosts())
 
 
 class PreparedTable:
@@ -161,6 +166,8 @@ class PreparedTable:
         at_once: Whether the driver's code runs for the whole batch at once, as under ``gpipe``. In that case a list of
             layers waits until all micro-batches have passed the list before. :func:`with_driver_between` adds the times
             of this code.
+        checkpoint: Which micro-batches are recomputed; see
+            :func:`~strategies.pipeline.schedule.tables.recomputed`.
 
     Raises:
         ValueError: As :func:`simulate` does.
@@ -173,13 +180,16 @@ class PreparedTable:
         placement: Placement | None = None,
         with_user_code: bool = False,
         at_once: bool = False,
+        checkpoint: str = "never",
     ) -> None:
         self.table = table
         self.placement = check_complete(table, placement)
         self.num_microbatches = 1 + max(action.microbatch for row in table for action in row)
         self.rows: list[list[Computation]] = [list(row) for row in table]
         assert not (with_user_code and at_once), "the time of code that runs at once is added afterwards"
-        self._has_user_code, self._at_once = with_user_code, at_once
+        self._has_user_code, self._at_once, self._checkpoint = with_user_code, at_once, checkpoint
+        self._again = {each for row in table for each in recomputed(row, checkpoint, self.num_microbatches)}
+        """The micro-batch and the stage of each backward pass that begins with a recomputation."""
         if at_once:
             self.rows[self.placement.driver] = row_at_once(table, self.placement)
         elif with_user_code:
@@ -195,7 +205,13 @@ class PreparedTable:
         """Simulate the table with these costs, or those of each micro-batch."""
         each = [costs] if isinstance(costs, ActionCosts) else list(costs)
         if any(own.driver.runs_code_before for own in each) and not self._has_user_code:
-            with_code = PreparedTable(self.table, placement=self.placement, with_user_code=True, at_once=self._at_once)
+            with_code = PreparedTable(
+                self.table,
+                placement=self.placement,
+                with_user_code=True,
+                at_once=self._at_once,
+                checkpoint=self._checkpoint,
+            )
             return with_code.simulate(costs)
         times, steps = [self.seconds_of(own) for own in each], self._steps
         if not isinstance(costs, ActionCosts):
@@ -221,18 +237,25 @@ class PreparedTable:
         )
 
     def seconds_of(self, costs: ActionCosts) -> list[float]:
-        """Return the time of each kind of action on each stage, of the user's code, and of transfers to each stage."""
+        """Return the times in one list.
+
+        For each stage: each kind of action, then backward passes and input gradients with a recomputation. Then the
+        user's code, and transfers to each stage.
+        """
         assert self._has_user_code or not costs.driver.runs_code_before
         num = self.placement.num_stages
         forward = _per_stage("forward", costs.forward, num)
         forward[-1] += costs.driver.after
-        others = [(name, getattr(costs, name)) for name in ("backward", "input_grad", "weight_grad")]
-        seconds = [*forward, *(value for name, cost in others for value in _per_stage(name, cost, num))]
+        names = ("backward", "input_grad", "weight_grad", "recompute", "transfer")
+        backward, input_grad, weight_grad, recompute, transfer = (
+            _per_stage(name, getattr(costs, name), num) for name in names
+        )
         between = costs.driver.between or [(0.0, 0.0)] * (self.placement.num_lists - 1)
         if len(between) != self.placement.num_lists - 1:
             raise ValueError(f"between gives {len(between)} pairs of costs for {self.placement.num_lists} lists")
         parts = [(costs.driver.before, costs.driver.before_backward), *between]
-        return [*seconds, *(value for part in parts for value in part), *_per_stage("transfer", costs.transfer, num)]
+        again = [own + more for whole in (backward, input_grad) for own, more in zip(whole, recompute, strict=True)]
+        return [*forward, *backward, *input_grad, *weight_grad, *again, *chain(*parts), *transfer]
 
     def ends(self, seconds: Sequence[float], steps: Sequence[_Step] | None = None) -> list[float]:
         """Return when each action ends, in an order in which actions can run.
@@ -342,14 +365,32 @@ class PreparedTable:
     def _cost_index(self, step: Computation) -> int:
         num = self.placement.num_stages
         if isinstance(step, UserCode):
-            return len(KINDS) * num + 2 * self.placement.list_of(step.stage) + ("b", "a").index(step.part)
-        return KINDS.index(step.kind) * num + step.stage
+            return NUM_TIMES * num + 2 * self.placement.list_of(step.stage) + ("b", "a").index(step.part)
+        return time_index(step, num, recompute=(step.microbatch, step.stage) in self._again)
 
     def _transfer_index(self, step: Computation) -> int:
         """Return the place of the time to send what a step awaits: an input, or the gradient of an input."""
-        first = len(KINDS) * self.placement.num_stages + 2 * self.placement.num_lists
+        first = NUM_TIMES * self.placement.num_stages + 2 * self.placement.num_lists
         is_backward = isinstance(step, Action) and step.kind != "F"
         return first + min(step.stage + is_backward, self.placement.num_stages - 1)
+
+
+NUM_TIMES = len(KINDS) + 2
+"""The number of times of each stage in :meth:`PreparedTable.seconds_of`."""
+
+
+def time_index(action: Action, num_stages: int, *, recompute: bool) -> int:
+    """Return the place of the time of an action in :meth:`PreparedTable.seconds_of`.
+
+    Args:
+        action: The action.
+        num_stages: Number of stages.
+        recompute: For backward passes and input gradients, whether they begin with a recomputation.
+    """
+    kind = KINDS.index(action.kind)
+    if recompute and action.kind in "BI":
+        kind = len(KINDS) + "BI".index(action.kind)
+    return kind * num_stages + action.stage
 
 
 def with_driver_between(simulation: Simulation, driver: DriverCosts) -> Simulation:

@@ -187,7 +187,7 @@ SOUND: dict[str, Sound] = {
     "layers": Sound(partial(VerifiedNet, "none"), options={"schedule": "zb-h1"}),
     "dropout": Sound(partial(VerifiedNet, "dropout"), options=_PARTS, is_equal=False),
     "BatchNorm": Sound(partial(VerifiedNet, "batch norm"), is_equal=False),
-    "counts rows": Sound(partial(VerifiedNet, "counting"), options={"checkpoint": "never"}),
+    "counts rows": Sound(partial(VerifiedNet, "counting")),
     "no mean over rows": Sound(SumLoss, options=_PARTS, is_equal=False),
     "convolutions": Sound(partial(Layers, convolutions), options=_PARTS),
     "recurrent": Sound(partial(Layers, lambda: [Recurrent(), nn.Tanh(), nn.Linear(WIDTH, 2)]), options=_PARTS),

@@ -80,11 +80,6 @@ class Certificate:
         """Whether the verdict is not ``"wrong"``."""
         return self.verdict != WRONG
 
-    @property
-    def differs_in_buffers_only(self) -> bool:
-        """Whether all differences are in buffers, or in results after training that depend on buffers."""
-        return {part for part, (_, _, in_limits) in self.largest.items() if in_limits > 1} <= _OF_BUFFERS
-
 
 @dataclass(frozen=True)
 class ReferenceRuns:
@@ -191,11 +186,6 @@ def certify(
             )
     if one.norm_layers and stage is not None and with_stage is not None and not wrong_ones(with_stage):
         return certificate(stage, DOCUMENTED, with_stage, reasons_of(one, is_whole_loss=is_whole_loss))
-    recomputes = actual.facts.get("recomputed", "never") != "never"
-    if recomputes and stage is not None and with_stage is not None and not wrong_ones(with_stage):
-        others = [*([with_one] if has_one else []), *([] if micro is None else [with_micro])]
-        if any(map(_are_of_buffers, others)):
-            return certificate(stage, DOCUMENTED, with_stage, [_PER_PASS, *of_ranks])
     reference = one
     if one.is_random and stage is not None:
         reference = stage
@@ -252,8 +242,8 @@ _FIRST_BUFFERS = (
 
 
 _PER_PASS = (
-    "buffers that a layer changes in its forward pass: they change once per micro-batch, and again where it is "
-    "recomputed (checkpoint='never' recomputes nothing, microbatches=1 runs each layer once)"
+    "buffers that a layer changes in its forward pass: they change once per micro-batch (microbatches=1 runs each "
+    "layer once)"
 )
 
 
@@ -512,7 +502,7 @@ def _of_buffers(
     return (
         layer,
         f"the buffer {first.name} differs",
-        "how often the forward pass changes it: once per micro-batch, and again where that is recomputed",
+        "how often the forward pass changes it: once per micro-batch",
     )
 
 

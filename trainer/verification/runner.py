@@ -267,8 +267,7 @@ def _certified(
         by_tokens=verified.counts_tokens,
         max_tokens=verified.arguments.get("microbatch_tokens"),
     )
-    recomputes = actual.facts.get("recomputed", "never") != "never"
-    needs_stage = first.is_random or first.norm_layers or (recomputes and result.differs_in_buffers_only)
+    needs_stage = first.is_random or first.norm_layers
     if first.is_random or (result.is_right and not rounding.safety):
         pass  # masks of micro-batches are different ones; in float64, rounding needs no measurement
     elif has_micro and (result.is_right or first.norm_layers or not needs_stage):

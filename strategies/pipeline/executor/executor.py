@@ -33,7 +33,7 @@ from strategies.pipeline.optim.replicas import Averaging
 from strategies.pipeline.schedule.operations import Result, Row, UserCode
 from strategies.pipeline.schedule.program import Program, Programs
 from strategies.pipeline.stage.edges import Edges, Mailbox, tensors_of
-from strategies.pipeline.stage.layers import PassContext, num_recomputed
+from strategies.pipeline.stage.layers import PassContext
 from strategies.pipeline.stage.microbatch.split import NoChunk, merge, pack_objects, split, unpack_objects
 from strategies.pipeline.stage.passes import Pass
 from strategies.pipeline.stage.side_outputs import Placeholders, WithSideOutputs, with_graph
@@ -164,7 +164,7 @@ class Executor(NotCopyable):
             number=number,
             microbatches=microbatches,
             grad=grad,
-            recomputed=num_recomputed(self.settings.checkpoint, microbatches) if grad else 0,
+            checkpoint=self.settings.checkpoint if grad else "never",
             at_once=not self.settings.pipelined_backward,
             seed=self._parts.next_seed(grad),
             context=context or PassContext.capture(self.stage.device.type),
@@ -472,4 +472,4 @@ def _backward(
 
 def _is_of_one_process(this: Pass, value: Any) -> bool:
     """Whether a side output equals that of one process, and no gradient flows through it."""
-    return this.microbatches == 1 and not (this.grad and (this.recomputed or with_graph(value)))
+    return this.microbatches == 1 and not (this.grad and (this.checkpoint == "always" or with_graph(value)))

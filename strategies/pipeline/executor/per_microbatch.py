@@ -245,9 +245,8 @@ class _TrainingStep:
             self._side_outputs.restore()
         output, this = self._executor.output(self._this, m, number), self._this
         if self._side_outputs.known:
-            self._side_outputs.insert(
-                lambda value: m >= this.recomputed and (this.microbatches == 1 or is_fresh(value))
-            )
+            again = (m, self._ends[number].last_chunk) in self._executor.stage.recomputed
+            self._side_outputs.insert(lambda value: not again and (this.microbatches == 1 or is_fresh(value)))
         return output
 
     @staticmethod
@@ -273,7 +272,8 @@ class _TrainingStep:
             return False
         m = action.microbatch
         self._is_joined = (
-            not (m < this.recomputed or this.at_once or this.splits)
+            not (this.at_once or this.splits)
+            and (m, action.stage) not in self._executor.stage.recomputed
             and not any(self._inputs[m])  # otherwise _answer uses the graph of the code before the call again
             and self._comes_next(Action("B", m, action.stage), islice(row, place + 1, None))
         )

@@ -23,7 +23,15 @@ from strategies.common.random_seeds import preserved_random_state
 from strategies.common.torch_compat import tree_flatten, tree_map_only, tree_unflatten
 from strategies.pipeline.pipe.with_device import Partition
 from strategies.pipeline.stage.calling import call_partition
-from strategies.pipeline.stage.layers import Flags, Layers, PassContext, ReusedInput
+from strategies.pipeline.stage.layers import (
+    Flags,
+    KeptBuffers,
+    Layers,
+    PassContext,
+    ReusedInput,
+    num_recomputed,
+    with_buffers,
+)
 from strategies.pipeline.stage.microbatch.chunks import has_tensor
 from strategies.pipeline.stage.microbatch.split import pack_objects, unpack_objects
 from strategies.pipeline.stage.skip import Key, skips_of
@@ -35,13 +43,20 @@ class ForwardPass:
 
     Attributes:
         seed: The seed from which the seeds of the layers are derived.
-        recomputed: Number of micro-batches, from the first one, that are recomputed in the backward pass.
+        microbatches: Number of micro-batches.
+        checkpoint: Which of them are recomputed in the backward pass.
         context: Autocast, default dtype and similar settings of the caller.
     """
 
     seed: int
-    recomputed: int
+    microbatches: int
+    checkpoint: str
     context: PassContext
+
+    @property
+    def recomputed(self) -> int:
+        """Number of micro-batches, from the first one, that are recomputed."""
+        return num_recomputed(self.checkpoint, self.microbatches)
 
 
 class LocalEngine:
@@ -130,16 +145,18 @@ class _LocalPartition:
             )
 
     def _run_recomputed(self, carried: Any, m: int, this: ForwardPass) -> Any:
-        flags, recomputing = Flags.of(self._layers.layers), False
+        flags, buffers, recomputing = Flags.of(self._layers.layers), KeptBuffers(), False
         leaves, spec = tree_flatten(pack_objects(carried))
         del carried
 
         def run(*leaves: Any) -> Any:
-            nonlocal recomputing
+            nonlocal buffers, recomputing
             again, recomputing = recomputing, True
             x = tree_unflatten(list(leaves), spec)
-            with self._reused_input.lent(x) as own, flags.entered(self._layers.layers):
+            own_buffers = with_buffers(buffers) if again else self._layers.buffers.kept()
+            with self._reused_input.lent(x) as own, flags.entered(self._layers.layers), own_buffers as kept:
                 y = pack_objects(self._run_once(unpack_objects(own), m, this, again))
+            buffers = kept or buffers
             return unpack_objects(tree_map_only(Tensor, _Recomputed.apply, y))
 
         with set_checkpoint_early_stop(False):

@@ -22,7 +22,7 @@ from strategies.optim.restricted import parameters_of
 from strategies.pipeline.pipe.local_engine import ForwardPass, LocalEngine
 from strategies.pipeline.pipe.rpc_partitions import RpcPartitions
 from strategies.pipeline.pipe.with_device import WithDevice, layers_of, partitions_of
-from strategies.pipeline.stage.layers import RECOMPUTE_MODES, PassContext, num_recomputed
+from strategies.pipeline.stage.layers import RECOMPUTE_MODES, PassContext
 from strategies.pipeline.stage.microbatch.chunks import gather, scatter
 from strategies.pipeline.stage.skip import verify_skippables
 
@@ -111,10 +111,10 @@ class Pipe(nn.Module):
         self._check_devices(inputs)
         if not self.partitions:
             return self._reference(inputs[0] if len(inputs) == 1 else inputs)
-        recomputed = torch.is_grad_enabled() and self.training
         this = ForwardPass(
             seed=int(torch.randint(2**62, (), device="cpu")),
-            recomputed=num_recomputed(self.checkpoint, len(parts)) if recomputed else 0,
+            microbatches=len(parts),
+            checkpoint=self.checkpoint if torch.is_grad_enabled() and self.training else "never",
             context=PassContext.capture(max((device.type for device in self.devices), key=lambda kind: kind != "cpu")),
         )
         return self._reference(gather(self._engine.run(parts, this)))

@@ -164,7 +164,7 @@ class _Executor(Executor):
         this = super().begin(
             microbatches, grad=grad, context=self.this.context, gathers=gathers, list_number=list_number
         )
-        return replace(this, seed=self.this.seed, recomputed=self.this.recomputed if grad else 0)
+        return replace(this, seed=self.this.seed, checkpoint=self.this.checkpoint if grad else "never")
 
     def run(self, part: str, this: Pass, code: DriverCode) -> None:
         super().run(part, this, code)

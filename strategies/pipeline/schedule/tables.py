@@ -78,6 +78,30 @@ ActionTable: TypeAlias = list[list[Action]]
 """One row of actions per process, in the order in which the process runs them."""
 
 
+def recomputed(row: Iterable[Action], mode: str, microbatches: int) -> frozenset[tuple[int, int]]:
+    """Return the micro-batch and the stage of each forward pass of a row that runs again in the backward pass.
+
+    Args:
+        row: The actions of a process in a pass, or in a part of a pass.
+        mode: ``"always"``, ``"never"``, or ``"except_last"``. The latter keeps the activations of the last micro-batch,
+            and of every micro-batch whose backward pass is the next action of the process: its activations would be
+            there again at once. Under ``1f1b`` this is so for all micro-batches of the last stage.
+        microbatches: Number of micro-batches.
+    """
+    if mode == "never":
+        return frozenset()
+    again: list[tuple[int, int]] = []
+    last: tuple[int, int] | None = None
+    for kind, m, i in row:
+        if last == (m, i) and kind != "F":
+            again.pop()
+        last = None
+        if kind == "F" and (mode == "always" or m < microbatches - 1):
+            again.append((m, i))
+            last = (m, i) if mode == "except_last" else None
+    return frozenset(again)
+
+
 @dataclass(frozen=True)
 class Placement:
     """The process of each stage.

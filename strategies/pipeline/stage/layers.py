@@ -5,7 +5,7 @@ The output of a layer depends on more than its input. This module handles the re
 - settings of a thread or a process (autocast, default dtype, anomaly detection, ...): the driver captures its settings
   in a :class:`PassContext`, and every stage applies them;
 - random numbers, seeded by (pass, micro-batch, layer): equal for any number of stages, and in a recomputation;
-- running statistics, which a recomputation must not update again;
+- buffers, such as running statistics: a recomputation has those of the forward pass, and changes none;
 - whether the layers run for the first time or are recomputed. With recomputation (activation checkpointing: Chen et
   al., 2016, https://arxiv.org/abs/1604.06174; in pipelines: GPipe, Huang et al., 2019,
   https://arxiv.org/abs/1811.06965) a stage keeps only the input of its layers, and runs them again before the backward
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from strategies.common.torch_compat import (
     BatchNorm,
     NormBase,
     compiled_call,
+    num_changes,
     profiler_is_on,
     tree_leaves,
     tree_map_only,
@@ -296,6 +297,64 @@ class Flags:
             parameter.requires_grad_(trained)
 
 
+KeptBuffers: TypeAlias = dict[tuple[nn.Module, str], Tensor]
+"""For buffers of layers, by module and name, the values with which a forward pass has begun."""
+
+
+class ChangedBuffers:
+    """Keeps the values of buffers that layers change in forward passes, because these passes run again.
+
+    A buffer is copied before each forward pass until a pass in the same mode has shown that it does not change.
+    """
+
+    def __init__(self) -> None:
+        self._places: list[tuple[nn.Module, str]] = []
+        self._unchanged: set[tuple[nn.Module, str, bool]] = set()
+        """The buffers that did not change in a forward pass, each with the mode of its module."""
+
+    def search(self, modules: Iterable[nn.Module]) -> None:
+        """Find the buffers of these modules."""
+        self._places = [
+            (module, name)
+            for module in modules
+            if not isinstance(module, torch.jit.ScriptModule)  # its buffers are other objects each time
+            for name in module._buffers
+            if not (isinstance(module, NormBase) and name in _STATISTICS)  # frozen in the recomputation
+        ]
+
+    @contextmanager
+    def kept(self) -> Iterator[KeptBuffers]:
+        """Context of a forward pass. When it ends, the values contain the buffers that the pass has changed."""
+        values: KeptBuffers = {}
+        before = []
+        for module, name in self._places:
+            if (value := module._buffers[name]) is not None:
+                is_copied = (module, name, module.training) not in self._unchanged
+                copy = value.detach().clone() if is_copied else None
+                before.append((module, name, module.training, value, num_changes(value), copy))
+        yield values
+        for module, name, mode, value, version, copy in before:
+            if module._buffers.get(name) is value and num_changes(value) == version:
+                self._unchanged.add((module, name, mode))
+                continue
+            self._unchanged.discard((module, name, mode))
+            if copy is not None:
+                values[module, name] = copy
+
+
+@contextmanager
+def with_buffers(values: KeptBuffers) -> Iterator[None]:
+    """Context in which layers have copies of these buffers, which they may change."""
+    now = {(module, name): module._buffers[name] for module, name in values}
+    for (module, name), value in values.items():
+        module._buffers[name] = value.clone()
+    try:
+        yield
+    finally:
+        for (module, name), own in now.items():
+            module._buffers[name] = own
+
+
 # Layers
 
 
@@ -338,6 +397,7 @@ class Layers:
         self._deferred = DeferredStatistics(layers) if deferred_batch_norm else None
         self._call = call
         self._delays, self._at_once = DelayedWeights(), WeightGradients(at_once=True)
+        self.buffers = ChangedBuffers()
         self._begin_pass()
 
     def _begin_pass(self) -> None:
@@ -347,6 +407,7 @@ class Layers:
         modules = list(self.layers.modules())
         self._norms = [module for module in modules if isinstance(module, NormBase)]
         self._seeded = [not draws_nothing(layer) for layer in self.layers]
+        self.buffers.search(modules)
         self._is_compiled = any(map(is_compiled, modules))
         self._has_skips = any(hasattr(type(module), SKIPS) for module in modules)
         self._has_large = self._adds_in_place and has_large_weights(modules)

@@ -13,7 +13,8 @@ class Pass:
         number: Number of the pass in its session.
         microbatches: Number of micro-batches of the batch.
         grad: Whether a backward pass may follow.
-        recomputed: Number of micro-batches, from the first on, that are recomputed: the stage keeps only their inputs.
+        checkpoint: Which micro-batches are recomputed, of which the stage keeps only the inputs; see
+            :func:`~strategies.pipeline.schedule.tables.recomputed`.
         at_once: Run the backward passes of all micro-batches in one call of autograd instead of one after another.
         seed: The seed from which the seeds of the layers in this pass are derived.
         context: The driver's settings, such as autocast and default dtype.
@@ -28,7 +29,7 @@ class Pass:
     number: int
     microbatches: int
     grad: bool
-    recomputed: int
+    checkpoint: str
     at_once: bool
     seed: int
     context: PassContext

@@ -13,7 +13,7 @@ Index letters: ``m`` micro-batch, ``i`` chunk.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -25,9 +25,9 @@ from strategies.common.activity import Activity
 from strategies.common.random_seeds import RandomStateKeeper
 from strategies.common.stage_layers import StageLayers
 from strategies.pipeline.schedule.operations import Post, Result, Row, Tied, UserCode
-from strategies.pipeline.schedule.tables import Action
+from strategies.pipeline.schedule.tables import Action, recomputed
 from strategies.pipeline.stage.edges import Edges, Ports, leaves_of, tensors_of, with_leaves
-from strategies.pipeline.stage.layers import CallLayers, Carried, Flags, Layers, ReusedInput
+from strategies.pipeline.stage.layers import CallLayers, Carried, Flags, KeptBuffers, Layers, ReusedInput, with_buffers
 from strategies.pipeline.stage.microbatch.split import pack_objects, unpack_objects
 from strategies.pipeline.stage.out_of_memory import DeviceMemory, Situation, explained, is_float32
 from strategies.pipeline.stage.passes import Pass
@@ -105,12 +105,14 @@ class _KeptMicrobatch:
             that was returned with its graph.
         recompute_from: The input of a recomputed micro-batch.
         flags: Modes and ``requires_grad`` of the layers in the forward pass of a recomputed micro-batch.
+        buffers: The buffers that this forward pass has changed, with their values before it.
     """
 
     inputs: list[GradientSlot]
     outputs: list[GradientEdge | None]
     recompute_from: Any = None
     flags: Flags | None = None
+    buffers: KeptBuffers = field(default_factory=dict)
 
 
 class Stage:
@@ -137,6 +139,8 @@ class Stage:
         self.chunks, self.device, self._random_state = chunks, first.device, first.random_state
         self._edges, self._ties, self._activity, self._name = edges, ties, activity, name
         self._now, self._runs_code = "", False
+        self.recomputed: frozenset[tuple[int, int]] = frozenset()
+        """The micro-batch and the chunk of each forward pass of the last row with forward passes that runs again."""
         self.recorder: ActionRecorder | None = None
         """Records what the stage does; ``None`` while nothing is recorded."""
 
@@ -175,6 +179,9 @@ class Stage:
             torch.OutOfMemoryError: If the device is out of memory. The message says what helps.
         """
         self._edges.begin(this)
+        actions = [operation for operation in row if isinstance(operation, Action)]
+        if actions and actions[0].kind == "F":
+            self.recomputed = recomputed(actions, this.checkpoint, this.microbatches)
         try:
             with self._random_state.preserving():
                 self._run(row, this, code)
@@ -237,7 +244,7 @@ class Stage:
             self._now,
             sum(len(chunk.layers) for chunk in chunks),
             this.microbatches,
-            this.recomputed,
+            len({m for m, _ in self.recomputed}),
             self.num_kept,
             this.grad,
             not any(on for _, on, _ in this.context.autocast) and any(is_float32(chunk.layers) for chunk in chunks),
@@ -251,7 +258,7 @@ class Stage:
         if recorder is not None:
             recorder.begin()
         if kind == "F":
-            chunk.forward(this, m, note, recorder, with_graph=with_graph)
+            chunk.forward(this, m, note, recorder, with_graph=with_graph, recompute=(m, i) in self.recomputed)
         elif kind == "W":
             chunk.weight_gradients(this, m, note)
         else:
@@ -328,7 +335,14 @@ class Chunk:
         return self._runner.in_backward()
 
     def forward(
-        self, this: Pass, m: int, note: Note, recorder: ActionRecorder | None = None, *, with_graph: bool = False
+        self,
+        this: Pass,
+        m: int,
+        note: Note,
+        recorder: ActionRecorder | None = None,
+        *,
+        with_graph: bool = False,
+        recompute: bool = False,
     ) -> None:
         """Run the forward pass of a micro-batch.
 
@@ -339,17 +353,17 @@ class Chunk:
             recorder: Records when the stage waits, computes and sends.
             with_graph: Whether code of the same process gets the output with its graph. The code then differentiates
                 the output within :meth:`in_backward`, and the backward pass only sends the resulting gradients.
+            recompute: Whether to keep only the input, and run the layers again in the backward pass.
         """
         x = self._ports.inputs.receive(this.number, m)
         if recorder is not None:
             recorder.received()
         x, attributes = x if isinstance(x, WithSideOutputs) else (x, ())
-        recompute = this.grad and m < this.recomputed
         kept = _KeptMicrobatch([GradientSlot() for tensor in tensors_of(x) if tensor.requires_grad], [])
         if recompute:
             kept.recompute_from, kept.flags = x, Flags.of(self.layers)  # a layer may change its own flags
-            with self._reused_input.lent(x) as own:
-                y = self._run_layers(this, m, own, note, grad=False, recomputing=False, recorder=recorder)
+            with self._reused_input.lent(x) as own, self._runner.buffers.kept() as kept.buffers:
+                y = self._run_layers(this, m, own, note, grad=False, checkpointing=True, recorder=recorder)
             tensors = tensors_of(y)
             differentiable = bool(kept.inputs) or any(p.requires_grad for p in self.layers.parameters())
             flags = [differentiable and (t.is_floating_point() or t.is_complex()) for t in tensors]
@@ -357,7 +371,7 @@ class Chunk:
         else:
             if this.grad:
                 x = entered(x, kept.inputs)
-            y = self._run_layers(this, m, x, note, grad=this.grad, recomputing=False, recorder=recorder)
+            y = self._run_layers(this, m, x, note, grad=this.grad, recorder=recorder)
             tensors = tensors_of(y)
             flags = [this.grad and t.requires_grad for t in tensors]
             if not with_graph:
@@ -410,7 +424,7 @@ class Chunk:
                 recorder.received()
             if kept.flags is not None:
                 x, kept.recompute_from = entered(kept.recompute_from, kept.inputs), None
-                with kept.flags.entered(self.layers):
+                with kept.flags.entered(self.layers), with_buffers(kept.buffers):
                     y = self._run_layers(this, m, x, note, grad=True, recomputing=True)
                 candidates = [t for t in tensors_of(y) if t.is_floating_point() or t.is_complex()]
                 kept.outputs = [get_gradient_edge(t) if t.requires_grad else None for t in candidates]
@@ -446,7 +460,8 @@ class Chunk:
         note: Note,
         *,
         grad: bool,
-        recomputing: bool,
+        checkpointing: bool = False,
+        recomputing: bool = False,
         recorder: ActionRecorder | None = None,
     ) -> Carried:
         """Run the layers on new copies of objects, which no other run uses; see :func:`unpack_objects`."""
@@ -458,7 +473,7 @@ class Chunk:
             this.seed,
             this.context,
             grad=grad,
-            checkpointing=this.grad and m < this.recomputed and not recomputing,
+            checkpointing=checkpointing,
             recomputing=recomputing,
             doing=note,
             splits=this.splits,

@@ -61,7 +61,7 @@ SOUND: list[tuple[str, dict[str, Any], str, str]] = [
     ("none", {"checkpoint": "never", "schedule": Schedule(pipelined_backward=False)}, EQUAL, ""),
     ("none", {"microbatches": 1}, EQUAL, ""),
     ("counting", {"checkpoint": "never"}, EQUAL, ""),
-    ("counting", {}, DOCUMENTED, "again where it is recomputed"),
+    ("counting", {}, EQUAL, ""),
     ("root of the loss", {}, EQUAL, ""),
     ("root of the loss", {"schedule": "1f1b"}, DOCUMENTED, "no mean over the rows"),
     ("batch norm", {}, DOCUMENTED, "BatchNorm"),

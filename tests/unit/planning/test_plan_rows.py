@@ -37,7 +37,7 @@ def measured(
     layers: int = 4,
     driver: DriverCosts | None = None,
     driver_peak: int = 0,
-    recomputed: int = 0,
+    checkpoint: str = "never",
     **settings: Any,
 ) -> Measured:
     """Equal layers, each with 8 bytes of parameters and of gradients and 16 of states; the driver has as much."""
@@ -52,7 +52,7 @@ def measured(
         "outside_step": StepCost(0.002, 4),
         "transfer": TRANSFER,
         "microbatches": microbatches,
-        "recomputed": recomputed,
+        "checkpoint": checkpoint,
         "rows": 16,
         "input_bytes": 10,
     }
@@ -191,10 +191,28 @@ def test_peaks_follow_the_schedule() -> None:
 
 
 def test_recomputed_microbatches_keep_their_input_only() -> None:
-    always, last = peaks("gpipe", [2, 2], recomputed=4), peaks("gpipe", [2, 2], recomputed=3)
+    always, last = (peaks("gpipe", [2, 2], checkpoint=mode) for mode in ("always", "except_last"))
     assert always[0] == 3 * 10 + 220 + 30 + 10  # the inputs of all four, and one micro-batch again
     assert last[0] == 3 * 10 + 220 + 30
     assert peaks("gpipe", [2, 2])[0] > always[0]
+
+
+def test_what_is_recomputed_takes_time_and_the_last_stage_of_1f1b_recomputes_nothing() -> None:
+    """A micro-batch whose backward pass follows at once is kept, which the last micro-batch alone is under gpipe."""
+    number, again = 8, 2 * FORWARD
+    never, kept, always = (
+        plan_row(measured(number, checkpoint=mode), 2, "1f1b", 1, balance=[2, 2]).seconds
+        for mode in ("never", "except_last", "always")
+    )
+    assert always - never == pytest.approx((number + 1) * again, rel=0.01)  # the last stage, then the first stage
+    assert always - kept > again and kept - never > again
+    alone = (
+        plan_row(measured(number, checkpoint=mode), 1, "1f1b", 1, balance=[4]).seconds
+        for mode in ("never", "except_last")
+    )
+    assert len({*alone}) == 1
+    with_logits = {"microbatches": number, "driver_peak": 200}
+    assert peaks("1f1b", [2, 2], checkpoint="except_last", **with_logits)[1] == peaks("1f1b", [2, 2], **with_logits)[1]
 
 
 def test_a_limit_changes_the_balance_or_marks_the_row() -> None:

@@ -146,6 +146,18 @@ def test_micro_batches_of_different_sizes():
             simulate(one_f_one_b(2, 3), wrong)
 
 
+def test_micro_batches_that_are_recomputed():
+    costs = ActionCosts(forward=1, backward=2, input_grad=1, recompute=1)
+    assert render(simulate(one_f_one_b(2, 3), costs, checkpoint="except_last")) == cleandoc("""
+        stage 0  F0 F1 .  .  B0 == == F2 B1 == == B2 ==
+        stage 1  .  F0 B0 == F1 B1 == .  F2 B2 == .  .
+    """)
+    each = [costs, replace(costs, recompute=10), costs]
+    assert simulate(one_f_one_b(2, 3), each, checkpoint="except_last").total_time == 13 + 9
+    always, never = (simulate(zb_h1(1, 3), costs, checkpoint=mode).total_time for mode in ("always", "never"))
+    assert always == never + 3
+
+
 def test_nothing_is_sent_within_a_process():
     """Under ``v`` the turn of the V is within a process; one process sends nothing at all."""
     free, paid = simulate(zbv(2, 1)), simulate(zbv(2, 1), ActionCosts(transfer=10.0))

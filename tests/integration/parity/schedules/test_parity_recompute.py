@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 import torch
 from harness import run
-from parity import WIDTH, Outcome, Small, batches, check, fit, on_cpus
+from parity import WIDTH, Outcome, Small, batches, check, compare, fit, on_cpus
 from parity_layers import MeasuresMemory
 from procfs import MEBI
 from torch import Tensor, nn
+from torch.nn.functional import mse_loss, normalize
 from torch.utils.checkpoint import checkpoint
 
 from strategies import RPCSequentialStrategy
@@ -107,6 +108,96 @@ def test_number_of_forward_passes(runs: dict[str, list[list[dict[str, int]]]], m
     once = {"training": microbatches + recomputed, "evaluation": evaluated}
     once |= {"checkpointing": recomputed, "recomputing": recomputed}
     assert pipelines == [[once] * 3 + [{**once, "training": microbatches + recomputed + microbatches}] * 2] * 2
+
+
+class NotesOnce(Recomputes):
+    """Notes the loss of each batch, since ``training_step`` runs once per micro-batch."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return mse_loss(self(batch[0]), batch[1])
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(outputs["loss"].item())
+
+
+def counted_under_1f1b() -> list[tuple[list[int], list[dict[str, int]]]]:
+    """For pipelines of two and three stages, the balance, and how often layers ran."""
+    _, *pipelines = check(NotesOnce, strategy={"schedule": "1f1b"}, **data())
+    return [(outcome.trainer.strategy.balance, outcome.model.runs) for outcome in pipelines]
+
+
+def test_the_last_stage_recomputes_nothing_under_1f1b() -> None:
+    """There, each backward pass follows its forward pass at once."""
+    for balance, found in run(counted_under_1f1b, timeout_seconds=200):
+        for place, runs in zip((0, 2, 5, 1, 3), found, strict=True):
+            again = 0 if place >= sum(balance[:-1]) else 2 * RECOMPUTED["except_last"]
+            assert runs["checkpointing"] == runs["recomputing"] == again, (balance, place)
+            inner = 2 if place in (1, 3) else 1
+            assert runs["training"] == 2 * (3 + 3 + 2) * inner + again, (balance, place)
+
+
+class Normalises(nn.Linear):
+    """Divides by an estimate of the largest singular value, of which each forward pass improves a vector in place."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("vector", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.vector.copy_(normalize(self.weight.T @ (self.weight @ self.vector), dim=0))
+        return super().forward(x) / (self.weight @ self.vector.clone()).norm()
+
+
+class Smooths(nn.Linear):
+    """Replaces a buffer by a mean of past outputs in each forward pass in training mode, and adds it."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if self.training:
+            self.mean = 0.5 * self.mean + 0.5 * y.detach().mean(0)
+        return y + self.mean
+
+
+class ChangesBuffers(Recomputes):
+    """Layers whose outputs depend on buffers that every forward pass changes, in place and by replacement."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (Normalises(), nn.Tanh(), Smooths(), Smooths(), Normalises(), Notes(WIDTH, 2))
+        self.sequential_module = nn.Sequential(*layers)
+
+    def on_train_epoch_start(self) -> None:
+        self.sequential_module[2].train(self.current_epoch > 0)
+
+
+def with_changed_buffers(schedule: str) -> dict[str, Outcome]:
+    """By mode, the outcome of a pipeline of two stages."""
+    return {
+        mode: fit(
+            ChangesBuffers,
+            RPCSequentialStrategy([3, 3], microbatches=3, checkpoint=mode, schedule=schedule),
+            2,
+            max_epochs=3,
+            **data(),
+        )
+        for mode in RECOMPUTED
+    }
+
+
+def equal_with_changed_buffers() -> None:
+    for schedule in ("gpipe", "1f1b"):
+        never, *others = with_changed_buffers(schedule).values()
+        for outcome in others:
+            compare(outcome, never, 0.0)
+
+
+def test_a_recomputation_has_the_buffers_of_the_forward_pass_and_changes_none() -> None:
+    run(equal_with_changed_buffers, timeout_seconds=200)
 
 
 # Memory

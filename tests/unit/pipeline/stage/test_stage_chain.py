@@ -17,7 +17,7 @@ from strategies.pipeline.partition.sequential import cut
 from strategies.pipeline.schedule.tables import Action
 from strategies.pipeline.stage.edges import Edges, Mailbox, Ports
 from strategies.pipeline.stage.layers import RECOMPUTE_MODES as MODES
-from strategies.pipeline.stage.layers import Layers, PassContext, num_recomputed
+from strategies.pipeline.stage.layers import Layers, PassContext
 from strategies.pipeline.stage.microbatch.split import merge, pack_objects, split, unpack_objects
 from strategies.pipeline.stage.passes import Pass
 from strategies.pipeline.stage.stage import Chunk, Stage
@@ -59,8 +59,7 @@ class Chain:
     def run(self, input: Any, number: int) -> tuple[Any, list[Tensor]]:
         """The output, and the gradient of the sum of its squares for the tensor in the input that wants one."""
         parts = split(pack_objects(input), 3)
-        recomputed = num_recomputed(self.mode, len(parts))
-        this = Pass(number, len(parts), True, recomputed, False, 1, PassContext.capture("cpu"))
+        this = Pass(number, len(parts), True, self.mode, False, 1, PassContext.capture("cpu"))
         outputs = []
         with torch.no_grad():
             for m, part in enumerate(parts):
