@@ -17,9 +17,8 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import cast
 
-from strategies.pipeline.schedule.tables import KINDS, Action, ActionTable, Kind, Placement, recomputed
+from strategies.pipeline.schedule.tables import KINDS, ActionTable, Placement, recomputed
 from strategies.pipeline.stage.records import LayerRecord, Record, Recorded
 from strategies.planning.measured import (
     from_first_forward,
@@ -316,11 +315,11 @@ def _median(steps: Sequence[MeasuredStep]) -> ModelCosts:
     )
 
 
-def _actions_of(row: Sequence[Record], numbers: Container[int]) -> Iterator[Action]:
+def _actions_of(row: Sequence[Record], numbers: Container[int]) -> Iterator[tuple[str, int, int]]:
     """Yield the recorded actions of a process in passes with these numbers."""
     for record in row:
         if record.number in numbers and record.kind in KINDS:
-            yield Action(cast(Kind, record.kind), record.microbatch, record.stage)
+            yield record.kind, record.microbatch, record.stage
 
 
 def _divided(layer: LayerCosts, slowness: float) -> LayerCosts:

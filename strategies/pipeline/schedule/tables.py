@@ -78,11 +78,11 @@ ActionTable: TypeAlias = list[list[Action]]
 """One row of actions per process, in the order in which the process runs them."""
 
 
-def recomputed(row: Iterable[Action], mode: str, microbatches: int) -> frozenset[tuple[int, int]]:
+def recomputed(row: Iterable[tuple[str, int, int]], mode: str, microbatches: int) -> frozenset[tuple[int, int]]:
     """Return the micro-batch and the stage of each forward pass of a row that runs again in the backward pass.
 
     Args:
-        row: The actions of a process in a pass, or in a part of a pass.
+        row: The kind, micro-batch and stage of each action of a process in a pass, or in a part of a pass.
         mode: ``"always"``, ``"never"``, or ``"except_last"``. The latter keeps the activations of the last micro-batch,
             and of every micro-batch whose backward pass is the next action of the process: its activations would be
             there again at once. Under ``1f1b`` this is so for all micro-batches of the last stage.

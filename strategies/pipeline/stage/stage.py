@@ -27,7 +27,15 @@ from strategies.common.stage_layers import StageLayers
 from strategies.pipeline.schedule.operations import Post, Result, Row, Tied, UserCode
 from strategies.pipeline.schedule.tables import Action, recomputed
 from strategies.pipeline.stage.edges import Edges, Ports, leaves_of, tensors_of, with_leaves
-from strategies.pipeline.stage.layers import CallLayers, Carried, Flags, KeptBuffers, Layers, ReusedInput, with_buffers
+from strategies.pipeline.stage.layers import (
+    CallLayers,
+    Carried,
+    Flags,
+    KeptBuffers,
+    Layers,
+    ReusedInput,
+    with_buffers,
+)
 from strategies.pipeline.stage.microbatch.split import pack_objects, unpack_objects
 from strategies.pipeline.stage.out_of_memory import DeviceMemory, Situation, explained, is_float32
 from strategies.pipeline.stage.passes import Pass
@@ -141,6 +149,8 @@ class Stage:
         self._now, self._runs_code = "", False
         self.recomputed: frozenset[tuple[int, int]] = frozenset()
         """The micro-batch and the chunk of each forward pass of the last row with forward passes that runs again."""
+        self._found_for: tuple[Row, str] | None = None
+        """The row, and which micro-batches are recomputed, for which this has been found."""
         self.recorder: ActionRecorder | None = None
         """Records what the stage does; ``None`` while nothing is recorded."""
 
@@ -179,9 +189,8 @@ class Stage:
             torch.OutOfMemoryError: If the device is out of memory. The message says what helps.
         """
         self._edges.begin(this)
-        actions = [operation for operation in row if isinstance(operation, Action)]
-        if actions and actions[0].kind == "F":
-            self.recomputed = recomputed(actions, this.checkpoint, this.microbatches)
+        if self._found_for is None or self._found_for[0] is not row or self._found_for[1] != this.checkpoint:
+            self._find_recomputed(row, this)
         try:
             with self._random_state.preserving():
                 self._run(row, this, code)
@@ -192,6 +201,12 @@ class Stage:
         self._edges.end(this)
         if self._ties is not None and not this.grad:
             self._ties.flush()
+
+    def _find_recomputed(self, row: Row, this: Pass) -> None:
+        actions = [operation for operation in row if isinstance(operation, Action)]
+        if actions and actions[0].kind == "F":
+            self.recomputed = recomputed(actions, this.checkpoint, this.microbatches)
+            self._found_for = row, this.checkpoint
 
     def _run(self, row: Row, this: Pass, code: DriverCode | None) -> None:
         ended: Callable[[], None] | None = None  # ends the record of an action, which includes its send

@@ -22,7 +22,6 @@ from strategies.pipeline.schedule.tables import (
     interleaved,
     loop,
     one_f_one_b,
-    recomputed,
     shortened,
     v,
     v_half,
@@ -56,20 +55,6 @@ def test_one_f_one_b_picture():
         stage 1  .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
         stage 2  .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .
     """)
-
-
-@pytest.mark.parametrize(
-    ("make", "kept_by_last"),
-    [(gpipe, [3]), (one_f_one_b, [0, 1, 2, 3]), (zb_h1, [0, 1, 2, 3])],
-)
-def test_what_is_recomputed(make, kept_by_last):
-    """Each stage keeps the last micro-batch, and those whose backward pass is its next action."""
-    rows = make(3, 4)
-    for i, row in enumerate(rows):
-        kept = kept_by_last if i == 2 else [3]
-        assert recomputed(row, "except_last", 4) == {(m, i) for m in range(4) if m not in kept}
-        assert recomputed(row, "always", 4) == {(m, i) for m in range(4)}
-        assert recomputed(row, "never", 4) == set()
 
 
 def test_pictures_stand_in_the_docstring():

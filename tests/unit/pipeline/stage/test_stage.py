@@ -1,7 +1,7 @@
 """A pipeline of one stage, which starts no process, against the same layers called plainly, in float64."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from strategies.common.random_seeds import RandomStateKeeper, Seeds
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
+from strategies.pipeline.schedule.tables import ActionTable, gpipe, one_f_one_b, recomputed, zb_h1
 from strategies.pipeline.stage.edges import Mailbox
 from strategies.pipeline.stage.layers import RECOMPUTE_MODES as MODES
 from strategies.pipeline.stage.layers import is_recomputing
@@ -289,6 +290,20 @@ def test_a_layer_that_changes_its_own_mode(checkpoint: str) -> None:
         output.sum().backward()
     dropped = (output[:2].detach() == 0).sum(0)
     assert layers[0].linear.bias.grad.tolist() == [4 + 2 * (2 - int(number)) for number in dropped]
+
+
+@pytest.mark.parametrize(
+    ("make", "kept_by_last"),
+    [(gpipe, [3]), (one_f_one_b, [0, 1, 2, 3]), (zb_h1, [0, 1, 2, 3])],
+)
+def test_what_is_recomputed(make: Callable[[int, int], ActionTable], kept_by_last: list[int]) -> None:
+    """Each stage keeps the last micro-batch, and those whose backward pass is its next action."""
+    rows = make(3, 4)
+    for i, row in enumerate(rows):
+        kept = kept_by_last if i == 2 else [3]
+        assert recomputed(row, "except_last", 4) == {(m, i) for m in range(4) if m not in kept}
+        assert recomputed(row, "always", 4) == {(m, i) for m in range(4)}
+        assert recomputed(row, "never", 4) == set()
 
 
 @pytest.mark.parametrize(("checkpoint", "recomputed"), [("always", 4), ("except_last", 3), ("never", 0)])
