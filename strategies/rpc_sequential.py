@@ -68,7 +68,7 @@ from strategies.pipeline.partition.sequential import Pipelined, cut
 from strategies.pipeline.recovery.repairs import Recovery, Repair
 from strategies.pipeline.schedule.planned import PlannedSchedule
 from strategies.pipeline.state.stand_ins import without_layers, without_meta_tensors
-from strategies.sharding.states import gather_state_dict
+from strategies.sharding.gathered_states import gather_state_dict
 
 if TYPE_CHECKING:
     from strategies.planning.plan import PlanTable

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
 from typing import TypeAlias
 
+from strategies.pipeline.schedule.deadlocks import check_complete, running_order
 from strategies.pipeline.schedule.operations import Computation, UserCode
 from strategies.pipeline.schedule.program import driver_row, row_at_once
-from strategies.pipeline.schedule.running_order import check_complete, running_order
 from strategies.pipeline.schedule.tables import KINDS, Action, ActionTable, Placement, loop, recomputed
 
 PerStage: TypeAlias = float | Sequence[float]

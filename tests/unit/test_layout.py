@@ -219,7 +219,7 @@ ELSEWHERE: dict[str, list[str]] = {
     "strategies/sharding/reducer.py": ["integration/data_parallel/test_zero.py"],
     "strategies/sharding/row_optimizers.py": ["integration/data_parallel/test_zero.py"],
     "strategies/sharding/rows.py": ["unit/sharding/test_division_by_rows.py"],
-    "strategies/sharding/states.py": [
+    "strategies/sharding/gathered_states.py": [
         "integration/data_parallel/test_zero.py",
         "integration/replicas/test_replicas.py",
     ],

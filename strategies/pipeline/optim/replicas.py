@@ -30,9 +30,9 @@ from strategies.common.waiting import Wait, wait_here
 from strategies.launch.session import Peers
 from strategies.optim.calls import runs_own_code
 from strategies.optim.restricted import parameters_of
+from strategies.sharding.gathered_states import gather_states
 from strategies.sharding.ownership import Ownership
 from strategies.sharding.reducer import LAG
-from strategies.sharding.states import gather_states
 from strategies.sharding.transfer import InFlight
 
 _BUCKET_BYTES = 25 * 2**20
@@ -229,7 +229,7 @@ class Averaging:
         return total
 
     def gathered(self, states: dict[int, Any]) -> dict[int, Any]:
-        """Gather optimizer states on replica 0; see :func:`~strategies.sharding.states.gather_states`."""
+        """Gather optimizer states on replica 0; see :func:`~strategies.sharding.gathered_states.gather_states`."""
         return gather_states(states, self._connected, self._wait)
 
     def _agree(self, parameters: Sequence[nn.Parameter]) -> None:

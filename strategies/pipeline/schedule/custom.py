@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from strategies.pipeline.schedule.running_order import check_complete, running_order
+from strategies.pipeline.schedule.deadlocks import check_complete, running_order
 from strategies.pipeline.schedule.tables import Action, ActionTable, shortened
 
 CustomTable: TypeAlias = Sequence[Sequence[Action | str | None]]

@@ -22,8 +22,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
+from strategies.pipeline.schedule.deadlocks import assumed_times, running_order
 from strategies.pipeline.schedule.operations import Computation, DeviceOperation, Post, edge_to
-from strategies.pipeline.schedule.running_order import assumed_times, running_order
 
 
 def direct_order(rows: Sequence[Sequence[Computation]], num_stages: int) -> list[list[DeviceOperation]]:

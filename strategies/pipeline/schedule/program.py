@@ -14,6 +14,7 @@ from functools import lru_cache, partial
 from itertools import chain
 from typing import Literal, TypeVar
 
+from strategies.pipeline.schedule.deadlocks import assumed_times, check_complete, running_order, sources_of
 from strategies.pipeline.schedule.operations import (
     Computation,
     Edge,
@@ -26,7 +27,6 @@ from strategies.pipeline.schedule.operations import (
     edge_to,
 )
 from strategies.pipeline.schedule.posting import direct_order
-from strategies.pipeline.schedule.running_order import assumed_times, check_complete, running_order, sources_of
 from strategies.pipeline.schedule.tables import Action, ActionTable, Placement
 
 AnyOperation = TypeVar("AnyOperation", bound=Operation)
@@ -202,7 +202,7 @@ def driver_row(table: ActionTable, firsts: Sequence[int] = (0,)) -> list[Computa
         stage 1  .  .  F0 F1 .  .  B0 == F2 .  B1 == F3 B2 == .  .  B3 == .  .  .
         stage 2  b0 b1 b2 F0 B0 == F1 b3 B1 == F2 B2 == F3 a0 B3 == a1 a2 .  .  a3
 
-    The places follow from the times of :func:`~strategies.pipeline.schedule.running_order.assumed_times`, so they
+    The places follow from the times of :func:`~strategies.pipeline.schedule.deadlocks.assumed_times`, so they
     cannot cause a deadlock. The code between two lists of layers directly follows the forward pass of the last stage of
     the earlier list, and its backward pass directly precedes that of the stage.
 

@@ -7,10 +7,10 @@ from typing import Any, cast
 import pytest
 from device_simulator import Collective, Deadlock, Group, check_runs, for_all, per_edge, per_pair
 
+from strategies.pipeline.schedule.deadlocks import sources_of
 from strategies.pipeline.schedule.operations import Operation, Post, edge_to
 from strategies.pipeline.schedule.posting import posting_order
 from strategies.pipeline.schedule.program import Programs
-from strategies.pipeline.schedule.running_order import sources_of
 from strategies.pipeline.schedule.tables import (
     Action,
     ActionTable,

@@ -13,6 +13,7 @@ from device_simulator import Collective, DeviceOperation, check_runs, for_all, p
 from schedule_choices import CHOICES
 
 from strategies.pipeline.executor.settings import Settings
+from strategies.pipeline.schedule.deadlocks import sources_of
 from strategies.pipeline.schedule.operations import (
     Computation,
     Operation,
@@ -23,7 +24,6 @@ from strategies.pipeline.schedule.operations import (
 )
 from strategies.pipeline.schedule.posting import direct_order, posting_order
 from strategies.pipeline.schedule.program import Program, Programs, check_order
-from strategies.pipeline.schedule.running_order import sources_of
 from strategies.pipeline.schedule.tables import SCHEDULES, Action, ActionTable, Placement, loop, needs_of, one_f_one_b
 from strategies.planning.search import LayerCosts, ModelCosts, search
 from strategies.planning.simulator import ActionCosts, simulate

@@ -2,8 +2,8 @@
 
 import pytest
 
-from strategies.pipeline.schedule import running_order as running_order_module
-from strategies.pipeline.schedule.running_order import assumed_times, check_complete, running_order
+from strategies.pipeline.schedule import deadlocks
+from strategies.pipeline.schedule.deadlocks import assumed_times, check_complete, running_order
 from strategies.pipeline.schedule.tables import SCHEDULES, Action, gpipe, interleaved, loop, one_f_one_b, v, zb_h1, zbv
 
 
@@ -18,7 +18,7 @@ def test_each_computation_comes_after_its_sources_and_in_the_order_of_its_row(na
     assert [[computation for r, computation, _ in order if r == row] for row in range(3)] == table
     place = {computation: k for k, (_, computation, _) in enumerate(order)}
     for k, (r, computation, awaited) in enumerate(order):
-        sources = running_order_module.sources_of(computation, max(action.stage for action in place) + 1)
+        sources = deadlocks.sources_of(computation, max(action.stage for action in place) + 1)
         assert all(place[source] < k for source in sources if source in place)
         elsewhere = [source for source in sources if source in place and source not in table[r]]
         assert elsewhere == ([] if awaited is None else [awaited])
@@ -111,14 +111,14 @@ def test_deadlock_of_several_stages():
 def test_preparation_is_linear_in_the_actions(monkeypatch):
     """Rows are not searched again for each action that waits."""
     calls = 0
-    sources_of = running_order_module.sources_of
+    sources_of = deadlocks.sources_of
 
     def counted(*arguments):
         nonlocal calls
         calls += 1
         return sources_of(*arguments)
 
-    monkeypatch.setattr(running_order_module, "sources_of", counted)
+    monkeypatch.setattr(deadlocks, "sources_of", counted)
     table = zbv(4, 200)
     check(table)
     assert calls < 3 * sum(map(len, table))
