@@ -249,7 +249,7 @@ def lost_servers() -> list[str]:
 
 
 def await_end(pid: int, server: OwnForkServer) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while psutil.pid_exists(pid):
         server._process.poll()
         assert time.monotonic() < deadline
@@ -353,7 +353,7 @@ def kill_drivers_of_stuck_forks() -> list[int]:
         pids += map(int, Path(f"pids-{number}").read_text().split())
         driver.kill()
         driver.wait()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while (left := [pid for pid in pids if procfs.is_alive(pid)]) and time.monotonic() < deadline:
         time.sleep(0.1)
     return left
@@ -381,7 +381,7 @@ def commands_of_a_session(*, forks: bool) -> tuple[list[str], list[str]]:
     workers.start(timeout_seconds=60.0, threads=1)
     within = [command.replace(str(os.getpid()), "DRIVER").replace(workers._directory, "FOLDER") for command in shown()]
     workers.stop(grace_seconds=5.0)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while len(set(shown())) < len(shown()) and time.monotonic() < deadline:
         time.sleep(0.05)  # a fork has the name of its server at first
     return within, shown()
