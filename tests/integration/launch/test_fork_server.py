@@ -188,6 +188,7 @@ def sessions(changes: list[Mapping[str, str]]) -> list[int]:
     return servers
 
 
+@pytest.mark.slow
 def test_a_driver_keeps_its_server() -> None:
     """Unless a variable has changed that is read when a program is loaded; its successor serves later sessions."""
     one, other = run(sessions, [{}, {"MKL_VERBOSE": "0"}], env=OWN_SERVER, allow=["env"])

@@ -112,14 +112,13 @@ def trained(make: Callable[[], Any], devices: int, **options: Any) -> Outcome:
 
 
 @pytest.mark.timeout(300)
-def test_an_encoder_and_a_decoder() -> None:
-    run(encoder_and_decoder, timeout_seconds=280)
+@pytest.mark.parametrize("devices", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_an_encoder_and_a_decoder(devices: int) -> None:
+    run(encoder_and_decoder, devices, timeout_seconds=280)
 
 
-def encoder_and_decoder() -> None:
-    single = fit(Translator, one_device(), 1, **SETTINGS)
-    for devices in (2, 3):
-        compare(trained(Translator, devices), single)
+def encoder_and_decoder(devices: int) -> None:
+    compare(trained(Translator, devices), fit(Translator, one_device(), 1, **SETTINGS))
 
 
 class Frozen(Translator):

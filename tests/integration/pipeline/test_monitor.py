@@ -366,7 +366,7 @@ def told_of(name: str, number: Iterator[int]) -> list[str]:
             partial(Sleepy, slow),
             strategy,
             2,
-            train=lambda: batches([8] * 7),
+            train=lambda: batches([8] * 5),
             max_epochs=1,
             callbacks=[PipelineMonitor(1, dirpath=folder)],
         )
