@@ -30,12 +30,8 @@ def train_everywhere(precision: str) -> list[Outcome]:
         (RPCSequentialStrategy(microbatches=4, checkpoint="always", balance="by_size"), 3),
         ("rpc_sequential", 2),  # with its defaults: 8 micro-batches, though no batch has 8 rows
     ]
-    return [
-        pipeline_job.outcome(
-            *pipeline_job.fit(strategy, devices, precision=precision, gradient_clip_val=0.5, max_steps=NUM_STEPS)
-        )
-        for strategy, devices in strategies
-    ]
+    settings = {"precision": precision, "gradient_clip_val": 0.5, "max_steps": NUM_STEPS}
+    return [pipeline_job.outcome(*pipeline_job.fit(*strategy, **settings)) for strategy in strategies]
 
 
 @pytest.fixture(scope="module")
