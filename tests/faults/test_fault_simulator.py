@@ -26,7 +26,12 @@ def check(seed: int) -> None:
     assert not verdict.wrong, "\n".join([again, verdict.case, verdict.ending, *verdict.wrong])
 
 
-@pytest.mark.parametrize("kind", QUICK)
+OF_MAKE_TEST = ("kill", "exception", "connection lost")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in OF_MAKE_TEST else pytest.mark.slow) for kind in QUICK]
+)
 def test_a_fault(kind: str) -> None:
     check(first_seed(kind, QUICK[kind]))
 

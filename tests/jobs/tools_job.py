@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from strategies import RPCSequentialStrategy
 from trainer import Trainer
 
-TOOLS = ("strategies.planning", "trainer.monitor", "trainer.plan_report", "trainer.report")
+TOOLS = ("strategies.planning", "trainer.monitor", "trainer.plan_report", "trainer.report", "trainer.verification")
 
 
 def imported_tools() -> list[str]:

@@ -27,7 +27,7 @@ class SlowIO(AtomicCheckpointIO):
         self.went_on: list[bool] = []
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        self.went_on.append(all(self.batches.acquire(timeout=5) for _ in range(2)))
+        self.went_on.append(all(self.batches.acquire(timeout=60) for _ in range(2)))
         if self.fails:
             raise OSError("the disk is full")
         super().save_checkpoint(checkpoint, path, storage_options)

@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 from harness import run
 from scripts import Script
 
@@ -43,6 +44,7 @@ def ranks() -> tuple[int, list[dict[str, Any]], str]:
     return job.pid, told, said
 
 
+@pytest.mark.slow
 def test_ranks_are_children_of_rank_0() -> None:
     """The first one is a fork, the second one a new interpreter, for which there was no copy."""
     pid, told, said = run(ranks, env={"INHERITED": "2"})

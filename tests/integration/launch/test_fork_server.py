@@ -16,6 +16,7 @@ import psutil
 import pytest
 from harness import OWN_SERVER, run
 from paths import PYTHONPATH
+from undisturbed import until_undisturbed
 
 from strategies.launch.fork_server import VARIABLE, ForkedProcess, OwnForkServer, RunningForkServer, server_for
 from strategies.launch.process_ends import end_of
@@ -187,6 +188,7 @@ def sessions(changes: list[Mapping[str, str]]) -> list[int]:
     return servers
 
 
+@pytest.mark.slow
 def test_a_driver_keeps_its_server() -> None:
     """Unless a variable has changed that is read when a program is loaded; its successor serves later sessions."""
     one, other = run(sessions, [{}, {"MKL_VERBOSE": "0"}], env=OWN_SERVER, allow=["env"])
@@ -248,7 +250,7 @@ def lost_servers() -> list[str]:
 
 
 def await_end(pid: int, server: OwnForkServer) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while psutil.pid_exists(pid):
         server._process.poll()
         assert time.monotonic() < deadline
@@ -321,9 +323,12 @@ def kill_the_driver() -> tuple[float, list[str]]:
 
 @pytest.mark.slow
 def test_nothing_outlives_a_driver_that_is_killed() -> None:
-    seconds, left = run(kill_the_driver, env=OWN_SERVER)
+
+    def ended_soon(found: tuple[float, list[str]]) -> None:
+        assert found[0] < 5.0  # the limit for workers; the forked process sleeps for less
+
+    _, left = until_undisturbed(lambda: run(kill_the_driver, env=OWN_SERVER), ended_soon)
     assert not left
-    assert seconds < 5.0  # the limit for workers; the forked process sleeps for less
 
 
 def driver_of_a_stuck_fork(file: str) -> None:
@@ -349,7 +354,7 @@ def kill_drivers_of_stuck_forks() -> list[int]:
         pids += map(int, Path(f"pids-{number}").read_text().split())
         driver.kill()
         driver.wait()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while (left := [pid for pid in pids if procfs.is_alive(pid)]) and time.monotonic() < deadline:
         time.sleep(0.1)
     return left
@@ -377,7 +382,7 @@ def commands_of_a_session(*, forks: bool) -> tuple[list[str], list[str]]:
     workers.start(timeout_seconds=60.0, threads=1)
     within = [command.replace(str(os.getpid()), "DRIVER").replace(workers._directory, "FOLDER") for command in shown()]
     workers.stop(grace_seconds=5.0)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while len(set(shown())) < len(shown()) and time.monotonic() < deadline:
         time.sleep(0.05)  # a fork has the name of its server at first
     return within, shown()

@@ -126,7 +126,7 @@ def supervised(how: str, send: str = "") -> tuple[str, bool]:
 
 def comes(condition: Callable[[], bool]) -> bool:
     """Wait for something that is true, for ten seconds."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not (found := condition()) and time.monotonic() < deadline:
         time.sleep(0.05)
     return found

@@ -188,7 +188,7 @@ def found_bits(schedule: str, num_cases: int) -> None:
     subject.pipeline.close()
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", [pytest.param("gpipe", marks=pytest.mark.slow), "1f1b"])
 def test_flipped_bits_are_found(schedule: str) -> None:
     run(found_bits, schedule, 12)
 

@@ -93,9 +93,9 @@ def compare(module: nn.Sequential, plain: nn.Sequential, pipeline: Pipeline, x: 
     assert [remote.ask(StageCommands.num_kept).wait() for remote in pipeline.remotes] == [0, 0]
 
 
-def what_passes_between_stages() -> None:
+def what_passes_between_stages(modes: list[str]) -> None:
     fork_and_join: list[nn.Module] = [nn.Linear(4, 4), Fork(), Join(), nn.ReLU(inplace=True), nn.Linear(4, 2)]
-    for checkpoint in ("never", "except_last", "always"):
+    for checkpoint in modes:
         with three_stages(fork_and_join, checkpoint=checkpoint) as (module, plain, pipeline):
             for rows in (7, 3, 2, 1):
                 compare(module, plain, pipeline, torch.randn(rows, 4, dtype=torch.float64))
@@ -111,8 +111,13 @@ def what_passes_between_stages() -> None:
             assert [remote.ask(StageCommands.num_kept).wait() for remote in pipeline.remotes] == [0, 0]
 
 
-def test_what_passes_between_stages() -> None:
-    run(what_passes_between_stages)
+@pytest.mark.parametrize(
+    "modes",
+    [["except_last"], pytest.param(["never", "always"], marks=pytest.mark.slow)],
+    ids=["except_last", "others"],
+)
+def test_what_passes_between_stages(modes: list[str]) -> None:
+    run(what_passes_between_stages, modes)
 
 
 def gradients_from_before_the_start() -> None:

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from paths import ROOT
 
 SNIPPET = """
@@ -35,6 +36,7 @@ follow_imports = skip
 """
 
 
+@pytest.mark.slow
 def test_mypy_finds_wrong_arguments_results_and_names(tmp_path: Path) -> None:
     (tmp_path / "snippet.py").write_text(SNIPPET)
     (tmp_path / "mypy.ini").write_text(CONFIG)

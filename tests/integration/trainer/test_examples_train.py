@@ -85,6 +85,7 @@ def test_report_does_without_a_validation(tmp_path, capsys):
     assert "loss" not in printed
 
 
+@pytest.mark.slow
 def test_checkpoint_loads_without_relay(fitted):
     trainer, model, _, _ = fitted
     script = (

@@ -54,7 +54,10 @@ def planned_and_trained(schedule: str) -> dict[str, Any]:
     return {"row": found["rows"][found["best"]], "noted": noted}
 
 
-@pytest.mark.parametrize("schedule", PLANNED)
+@pytest.mark.parametrize(
+    "schedule",
+    [pytest.param(name, marks=() if name in ("1f1b", "zbv") else pytest.mark.slow) for name in PLANNED],
+)
 def test_the_block_after_the_planned_configuration_and_within_another_one(schedule: str) -> None:
     found = run(planned_and_trained, schedule)
     row = found["row"]

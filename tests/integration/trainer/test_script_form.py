@@ -76,6 +76,7 @@ torch.autograd.set_detect_anomaly(False)
 other.apply()
 assert PassContext.capture("cpu") == other
 """
+"""Settings that are as they should be cost no import of the compiler."""
 
 
 def script(strategy: str, devices: int) -> str:
@@ -146,7 +147,7 @@ def test_the_same_lines_in_an_interactive_session(in_one_process: tuple[float, f
 # Imports
 
 
-def test_the_engine_imports_no_lightning() -> None:
+def test_the_engine_imports_no_lightning_and_usual_settings_not_the_compiler() -> None:
     """Every module of it, one after the other in one process."""
     rooms = ("common", "optim", "sharding", "pipeline", "remote")
     files = [file.relative_to(ROOT) for room in rooms for file in sorted(ROOT.glob(f"strategies/{room}/**/*.py"))]
@@ -154,6 +155,7 @@ def test_the_engine_imports_no_lightning() -> None:
     assert "strategies.pipeline.driver" in modules and "strategies.pipeline.worker.process" in modules
     code = f"""
 import importlib, sys
+{APPLY}
 for module in {modules}:
     importlib.import_module(module)
     heavy = [
@@ -165,10 +167,6 @@ for module in {modules}:
     assert not heavy, (module, heavy)
 """
     assert python(["-c", code]) == []
-
-
-def test_settings_that_are_as_they_should_be_cost_no_import_of_the_compiler() -> None:
-    assert python(["-c", APPLY]) == []
 
 
 def test_strategies_resolves_names_when_they_are_asked_for() -> None:

@@ -1,23 +1,25 @@
 """A run without ``schedule="auto"``, a plan or the monitor imports nothing of the tools that predict or report."""
 
 import json
-import os
 import subprocess
-import sys
 from typing import Any
 
 import pytest
+import tools_job
 from harness import run
-from paths import PYTHONPATH, ROOT
+from scripts import Script
 
 
 def trained(*arguments: str) -> dict[str, Any]:
-    """Train in a new interpreter; returns the number of steps and the tools that its driver has imported."""
-    command = [sys.executable, "-W", "ignore", str(ROOT / "tests/jobs/tools_job.py"), *arguments]
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    outcome: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    """The number of steps, and the tools that the driver has imported, of a script that trains.
+
+    The script is a fork of this process, which has imported what is needed without these tools.
+    """
+    assert not tools_job.imported_tools()
+    job = Script(tools_job.__file__, *arguments, num_copies=0, stdout=subprocess.PIPE)
+    said, _ = job.communicate(timeout=100)
+    assert job.returncode == 0
+    outcome: dict[str, Any] = json.loads(said.splitlines()[-1])
     return outcome
 
 

@@ -1,4 +1,4 @@
-"""Processes around the Trainer: what ends with fit, and what names and runs do not import."""
+"""Processes around the Trainer: what ends with fit, and what names do not import."""
 
 import gc
 import multiprocessing
@@ -6,7 +6,6 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,58 +25,6 @@ import sys, strategies, strategies.common.names
 sys.exit(any(name.partition(".")[0] in ("lightning", "lightning_fabric", "pytorch_lightning") for name in sys.modules))
 """
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
-
-
-FIT = """
-import sys
-
-import pytorch_lightning as pl
-import torch
-from pytorch_lightning.demos.boring_classes import RandomDataset
-from torch import nn
-from torch.utils.data import DataLoader
-
-from strategies import RPCSequentialStrategy
-from trainer import Trainer
-
-TOOLS = ("strategies.planning", "trainer.monitor", "trainer.plan_report", "trainer.report", "trainer.verification")
-
-
-def check():
-    assert not (tools := [name for name in sys.modules if name.startswith(TOOLS)]), tools
-
-
-class Checks(nn.Linear):
-    def forward(self, x):
-        check()
-        return super().forward(x)
-
-
-class Model(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.sequential_module = nn.Sequential(Checks(8, 8), nn.Tanh(), nn.Linear(8, 2))
-        self.example_input_array = torch.zeros(8, 8)  # to be measured on
-
-    def training_step(self, batch, batch_idx):
-        return self.sequential_module(batch).pow(2).mean()
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters())
-
-
-strategy = RPCSequentialStrategy(microbatches=2, schedule="1f1b")
-Trainer(accelerator="cpu", devices=2, max_epochs=1, strategy=strategy, default_root_dir=sys.argv[1]).fit(
-    Model(), DataLoader(RandomDataset(8, 16), batch_size=8)
-)
-check()
-"""
-
-
-def test_a_run_imports_no_tool_that_predicts_or_reports(tmp_path: Path) -> None:
-    """Neither on the driver nor on the worker, which runs the layer that checks."""
-    ran = subprocess.run([sys.executable, "-c", FIT, str(tmp_path)], timeout=150, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
 
 
 class OwnWorkers(DataLoader):

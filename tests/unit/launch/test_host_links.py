@@ -34,7 +34,7 @@ def own_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wait_until(holds: Any) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+from undisturbed import until_undisturbed
 
 from strategies.lightning.finding_blocks import warn_of_compiled_model
 from strategies.lightning.partitioning import find_balance
@@ -77,12 +79,18 @@ def test_under_gpipe_the_time_of_the_driver_is_not_in_the_stages(lines: Any, mon
     monkeypatch.setattr("strategies.lightning.partitioning.BUDGET_SECONDS", 0.3)
     model = Gpt()
     model.example_input_array = torch.zeros(8, 64, dtype=torch.long)
-    balance = found(model, "blocks", by_time=True, schedule="1f1b")
-    assert balance == [7, 1]
+
+    def balance(schedule: str) -> list[int]:
+        return found(model, "blocks", by_time=True, schedule=schedule)
+
+    def is_in(sizes: tuple[int, ...], balance: list[int]) -> None:
+        assert balance[0] in sizes
+
+    until_undisturbed(partial(balance, "1f1b"), partial(is_in, (7,)))
     for example in (model.example_input_array, None):
         lines.clear()
         model.example_input_array = example
-        assert abs(found(model, "blocks", by_time=True, schedule="gpipe")[0] - 4) <= 1
+        until_undisturbed(partial(balance, "gpipe"), partial(is_in, (3, 4, 5)))
         assert "not counted: under schedule='gpipe' it runs before and after the passes of the stages" in lines.text
 
 

@@ -8,7 +8,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
-from sleep_layer import Sleep
+from sleep_layer import Sleep, only_sleep_takes_time
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -151,8 +151,9 @@ def test_blocks_of_hugging_face_need_no_example() -> None:
     assert sum(planned.balance) == 4 and planned.microbatches == 8
 
 
-def test_several_lists_of_layers(caplog: pytest.LogCaptureFixture) -> None:
+def test_several_lists_of_layers(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each list is divided among all processes, so that the process with the slow block has as few others as it can."""
+    only_sleep_takes_time(monkeypatch)
     caplog.set_level(logging.INFO, "pytorch_lightning")
     planned = found(OfLists(), microbatches=4)
     assert planned.balance == [1, 3, 1, 2] and planned.num_lists == 2 and planned.lengths == [4, 3]

@@ -17,6 +17,7 @@ from parity import WIDTH, Small, batches, check, fit, on_cpus
 from parity_layers import Unembed
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from undisturbed import until_undisturbed
 
 from strategies import RPCSequentialStrategy
 from strategies.common.random_seeds import Seeds
@@ -150,6 +151,10 @@ class OnMeta(nn.Module):
         return x.to("meta")
 
 
+def is_less(limit: float, seconds: float) -> None:
+    assert seconds < limit
+
+
 def slow_aborts() -> None:
     """Lets each abort of a link in this process block for 5 s, as ncclCommAbort can, and then fail."""
 
@@ -193,7 +198,8 @@ def seconds_until_the_error(place: int, schedule: str) -> float:
 )
 def test_the_error_of_a_layer_does_not_wait_for_slow_aborts(place: int, schedule: str) -> None:
     """On stage 0, on stage 1, and on the driver."""
-    assert run(seconds_until_the_error, place, schedule, allow=("thread",)) < 2
+    measure = partial(run, seconds_until_the_error, place, schedule, allow=("thread",))
+    until_undisturbed(measure, partial(is_less, 2))
 
 
 class WaitsForDevice(nn.Module):
@@ -225,7 +231,7 @@ class RaisesMeanwhile(nn.Module):
         self.file = file
 
     def forward(self, x: Tensor) -> Tensor:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not self.file.with_suffix(".waits").exists() and time.monotonic() < deadline:
             time.sleep(0.01)
         raise ArithmeticError(f"raised by a layer at {time.time()}")
@@ -246,7 +252,7 @@ def seconds_until_an_abort_elsewhere(place: int) -> float:
 @pytest.mark.parametrize("place", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_failure_ends_the_waits_for_devices_of_a_worker_that_has_not_failed(place: int) -> None:
     """A failure of stage 1, and of the driver; otherwise the worker would be killed, 5 s after the error."""
-    assert run(seconds_until_an_abort_elsewhere, place) < 4
+    until_undisturbed(partial(run, seconds_until_an_abort_elsewhere, place), partial(is_less, 4))
 
 
 class Misuses(Small):

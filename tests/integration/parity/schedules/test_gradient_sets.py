@@ -18,8 +18,8 @@ from strategies import RPCSequentialStrategy
 from strategies.lightning.features.per_microbatch import num_gradient_sets
 from strategies.pipeline.partition.memory import Sizes
 
-WIDE = 3584
-"""A weight has 49 MiB: blocks of more than 32 MiB go back to the kernel at once."""
+WIDE = 2944
+"""A weight has 33 MiB: blocks of more than 32 MiB go back to the kernel at once."""
 
 
 class Wide(Small):

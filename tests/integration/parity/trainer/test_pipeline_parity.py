@@ -18,6 +18,10 @@ from strategies import RPCSequentialStrategy
 Outcome = dict[str, Any]
 
 
+NUM_STEPS = 8
+"""Steps of an epoch of five batches, of which the last is smaller, and of a second epoch."""
+
+
 def train_everywhere(precision: str) -> list[Outcome]:
     """The same training in one process and as pipelines of 2 and 3 stages, one after the other in one process."""
     strategies = [
@@ -26,10 +30,8 @@ def train_everywhere(precision: str) -> list[Outcome]:
         (RPCSequentialStrategy(microbatches=4, checkpoint="always", balance="by_size"), 3),
         ("rpc_sequential", 2),  # with its defaults: 8 micro-batches, though no batch has 8 rows
     ]
-    return [
-        pipeline_job.outcome(*pipeline_job.fit(strategy, devices, precision=precision, gradient_clip_val=0.5))
-        for strategy, devices in strategies
-    ]
+    settings = {"precision": precision, "gradient_clip_val": 0.5, "max_steps": NUM_STEPS}
+    return [pipeline_job.outcome(*pipeline_job.fit(*strategy, **settings)) for strategy in strategies]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ def in_float64() -> list[Outcome]:
 
 def test_losses_and_parameters_in_float64(in_float64: list[Outcome]) -> None:
     single, *pipelines = in_float64
-    assert len(single["losses"]) == pipeline_job.NUM_STEPS
+    assert len(single["losses"]) == NUM_STEPS
     for pipeline in pipelines:
         assert pipeline["losses"] == pytest.approx(single["losses"], rel=1e-9, abs=0)
         assert pipeline["val_loss"] == pytest.approx(single["val_loss"], rel=1e-9, abs=0)

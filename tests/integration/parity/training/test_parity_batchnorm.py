@@ -53,7 +53,7 @@ def test_deferred_statistics_are_updated_once_a_batch() -> None:
 def each() -> dict[str, int]:
     rows = [
         {"stages": 1, "checkpoint": "never"},
-        {"stages": 2, "checkpoint": "always", "balance": "by_time"},
+        {"stages": 2, "checkpoint": "always"},
         {"stages": 3, "checkpoint": "except_last"},
     ]
     return assert_as_in_one_process(Each, rows)

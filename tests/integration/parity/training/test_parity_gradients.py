@@ -107,6 +107,7 @@ def clipped_by_value() -> tuple[Seen, Seen]:
     return outcomes[-1].model.computed, outcomes[-1].model.stepped
 
 
+@pytest.mark.slow
 def test_clipping_by_value_with_backward_in_one_call_and_anomaly_detection() -> None:
     computed, stepped = run(clipped_by_value, timeout_seconds=170)
     assert len(computed) == 8 and len(stepped) == 10

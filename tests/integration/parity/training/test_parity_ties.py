@@ -124,10 +124,15 @@ class Saved(Callback):
             model.load_state_dict({name: value * 0.9 for name, value in state.items()})
 
 
-def rows() -> None:
+SOME: dict[type[Small], list[int]] = {Tied: [3], TiedWorkers: [3], TiedOutside: [2], OneLayerTwice: [2]}
+OTHERS: dict[type[Small], list[int]] = {Tied: [2], TiedWorkers: [2], TiedOutside: [3], OneLayerTwice: [3]}
+"""Models, and numbers of stages."""
+
+
+def rows(cases: dict[type[Small], list[int]]) -> None:
     clipped: dict[str, Any] = {"gradient_clip_val": 0.3, "val": batches, "val_check_interval": 2}
-    for model in (Tied, TiedWorkers, TiedOutside, OneLayerTwice):
-        outcomes = check(model, accumulate_grad_batches=2, **clipped)
+    for model, stages in cases.items():
+        outcomes = check(model, stages=stages, accumulate_grad_batches=2, **clipped)
         for outcome in outcomes:
             layers = outcome.model.sequential_module
             shared = layers[0].weight
@@ -136,10 +141,11 @@ def rows() -> None:
             assert len(same) >= 2
     check(
         TiedWorkers,
+        stages=cases[TiedWorkers],
         callbacks=[Saved()],
         strategy={"checkpoint": "always", "schedule": Schedule(pipelined_backward=False)},
     )
-    check(Tied, callbacks=[Saved()])
+    check(Tied, stages=cases[Tied], callbacks=[Saved()])
 
 
 def used_outside() -> None:
@@ -157,5 +163,6 @@ def test_weights_that_are_used_outside_of_the_pipelined_module() -> None:
     run(used_outside, timeout_seconds=300)
 
 
-def test_tied_parameters() -> None:
-    run(rows)
+@pytest.mark.parametrize("cases", [SOME, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["some", "others"])
+def test_tied_parameters(cases: dict[type[Small], list[int]]) -> None:
+    run(rows, cases)

@@ -250,16 +250,15 @@ def test_the_first_cause_is_raised_not_its_consequences() -> None:
 def test_a_callback_that_blocks_delays_neither_another_failure_nor_its_report() -> None:
     """The driver ends waits for devices in such a callback."""
     failures, may_go_on = Failures(), threading.Event()
-    failures.first.add_done_callback(lambda _: may_go_on.wait(5))
+    failures.first.add_done_callback(lambda _: may_go_on.wait(60))
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(failures.add, PeerFailed("rank 0 failed"), consequence=True)
         while not failures.first.done():
             time.sleep(0.001)
-        begin = time.monotonic()
         failures.add(KeyError("cause"), consequence=False)
         with pytest.raises(KeyError, match="cause"):
             failures.raise_cause()
-        assert time.monotonic() - begin < 2 and not first.done()
+        assert not first.done()
         may_go_on.set()
 
 

@@ -1,13 +1,11 @@
 """The costs of blocks and of the rest of a model: what is counted, and that the model is left as it was."""
 
-import math
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from sleep_layer import slept
+from sleep_layer import READ_SECONDS, only_sleep_takes_time, slept
 from torch import Tensor, nn
 
 from strategies.pipeline.partition.model_costs import BySize, ByTime, Costs, Example, costs_of, costs_of_parameters
@@ -70,32 +68,14 @@ def quick() -> ByTime:
     return ByTime(budget_seconds=0.001)
 
 
-def least_of(measure: Callable[[], Costs], limits: list[float]) -> list[float]:
-    """The least cost of each layer and of the driver in several measurements, until all are below their limits.
-
-    Other processes on the machine make a measurement longer, never shorter.
-    """
-    least = [math.inf] * len(limits)
-    for _ in range(20):
-        costs = measure()
-        least = [min(pair) for pair in zip(least, [*costs.layers, costs.driver], strict=True)]
-        if all(seconds < limit for seconds, limit in zip(least, limits, strict=True)):
-            break
-    return least
-
-
-def test_time_of_forward_and_backward_passes() -> None:
-    unit = 0.0025
-    model = Model((unit, 3 * unit, 2 * unit), head_seconds=4 * unit)
-    asleep = [2 * unit, 6 * unit, 4 * unit, 8 * unit]
-    least = least_of(lambda: measured(model, quick()), [seconds + 2 * unit for seconds in asleep])
-    assert all(limit <= seconds < limit + 2 * unit for seconds, limit in zip(least, asleep, strict=True))
-    assert not measured(model, quick()).not_measured
-    by_time = ByTime(recomputed=0.5, budget_seconds=0.001)
-    model = Model((unit, 3 * unit, 2 * unit))
-    least = least_of(lambda: measured(model, by_time), [1.0, 9.5 * unit, 1.0, 2 * unit])
-    assert 7.5 * unit <= least[1] < 9.5 * unit
-    assert least[3] < 2 * unit
+def test_time_of_forward_and_backward_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    only_sleep_takes_time(monkeypatch)
+    seconds, reads = (1.0, 3.0, 2.0), 20 * READ_SECONDS
+    costs = measured(Model(seconds, head_seconds=4.0), quick())
+    assert [*costs.layers, costs.driver] == pytest.approx([2.0, 6.0, 4.0, 8.0], abs=reads)
+    assert not costs.not_measured
+    costs = measured(Model(seconds), ByTime(recomputed=0.5, budget_seconds=0.001))
+    assert [*costs.layers, costs.driver] == pytest.approx([2.5, 7.5, 5.0, 0.0], abs=reads)
 
 
 def parameter_bytes(*modules: nn.Module) -> int:
@@ -210,14 +190,16 @@ class Sequential(nn.Module):
         return slept(self.head(hidden), self.seconds, self.seconds)
 
 
-def test_the_rest_of_a_model_around_a_sequential() -> None:
+def test_the_rest_of_a_model_around_a_sequential(monkeypatch: pytest.MonkeyPatch) -> None:
+    only_sleep_takes_time(monkeypatch)
     model, x = Sequential(0.01), torch.rand(ROWS, 3)
     example = Example(model, x, microbatches=2)
     sizes = costs_of(model, model.layers, example, BySize(held=2, param_scale=0.0), CPU)
     # The embedding, and the logits twice: the sleep copies them, and keeps nothing.
     assert sizes.driver == ROWS * (WIDTH + OUTPUTS) * FLOAT_BYTES
     assert sizes.layers[1:] == [ROWS // 2 * WIDTH * FLOAT_BYTES] * 2
-    assert 0.02 <= costs_of(model, model.layers, example, quick(), CPU).driver < 0.06
+    driver = costs_of(model, model.layers, example, quick(), CPU).driver
+    assert driver == pytest.approx(0.02, abs=20 * READ_SECONDS)
 
 
 def test_a_model_behind_the_sequential_that_cannot_run_counts_by_its_parameters() -> None:

@@ -242,7 +242,13 @@ def check_in_turn(name: str, p: int, microbatches: Iterable[int]) -> None:
         gc.enable()
 
 
-@pytest.mark.parametrize("name", SEVERAL_CHUNKS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("interleaved", "zb-h1-2", "zbv") else pytest.mark.slow)
+        for name in SEVERAL_CHUNKS
+    ],
+)
 def test_sixteen_processes_with_several_chunks(name: str) -> None:
     """32 to 64 chunks. A nightly test below has all numbers of micro-batches up to 64."""
     check_in_turn(name, 16, (1, 5, 16, 17, 47, 64))

@@ -203,7 +203,7 @@ def test_tensors_that_have_arrived_are_let_go_without_a_wait(ends: tuple[DeviceS
     sender, receiver = ends
     post_ones(sender, 2)
     receiver.receive(0, 0)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while len(held := [sent for sent in sender._under_way if getattr(sent, "transfer", None) is not None]) > 1:
         sender.release_sent()
         assert time.monotonic() < deadline
@@ -235,7 +235,7 @@ def test_release_does_not_wait_for_transfers(ends: tuple[DeviceSender, DeviceRec
     sender, receiver = ends
     post_ones(sender, 3)
     receiver.receive(0, 0)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while len(sender._under_way) > 2:
         sender.release()
         assert time.monotonic() < deadline

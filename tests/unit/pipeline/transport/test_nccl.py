@@ -169,7 +169,7 @@ def layouts(*tensors: Tensor) -> list[TensorLayout]:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.002)
@@ -259,7 +259,7 @@ def test_a_blocked_process_gives_up_when_another_one_has_failed(library: Library
         else:
             first.abort()
         with pytest.raises(PeerFailed, match="abandoned"):
-            blocked.result(2)
+            blocked.result(60)
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
@@ -287,24 +287,23 @@ def test_an_aborted_transfer_is_given_up_although_torch_calls_it_completed(
 def test_aborts_wait_for_nobody_and_each_is_made(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first abort blocks, as long as another communicator's kernel spins; the second one throws."""
     monkeypatch.setattr(device_module, "_ABORT_SECONDS_AFTER_FAILURE", 0.2)
-    may_go_on = threading.Event()
+    may_go_on, has_gone_on = threading.Event(), []
 
     def aborts(number: int) -> None:
         if number == 0:
-            may_go_on.wait(10)
+            has_gone_on.append(may_go_on.wait(60))
         if number == 1:
             raise RuntimeError("NCCL error")
 
     first, _ = connected()
     library.aborts = aborts
-    begin = time.monotonic()
     first.abort()
     first.abort()
     until(lambda: library.calls[-3:] == [("abort", 0), ("abort", 1), ("abort", 0)])
     with pytest.raises(PeerFailed):
         first.links[ROUTES[0]].send([torch.ones(1)]).synchronize()
     first.close()
-    assert time.monotonic() - begin < 2
+    assert not has_gone_on
     may_go_on.set()
 
 
@@ -316,7 +315,7 @@ def test_abort_while_a_communicator_is_being_created(library: Library) -> None:
     def connects() -> None:
         created[0] += 1
         if created[0] > 2:  # the second communicator
-            may_connect.wait(10)
+            may_connect.wait(60)
 
     library.connects = connects
     store, both = HashStore(), [NcclLinks(rank, CPU) for rank in range(2)]
@@ -329,7 +328,7 @@ def test_abort_while_a_communicator_is_being_created(library: Library) -> None:
         may_connect.set()
         for each in connecting:
             with pytest.raises(PeerFailed, match="abandoned"):
-                each.result(5)
+                each.result(60)
     until(lambda: sum(call[0] == "abort" for call in library.calls) == 6)  # once more, now that there is something
     assert created[0] == 4
     with pytest.raises(PeerFailed):

@@ -55,7 +55,7 @@ def test_a_send_waits_until_its_receive_is_posted(links: Two, rows: int) -> None
     (received,), transfer = links[1].links[THERE].receive(layouts(x))
     transfer.wait()
     assert torch.equal(received, x)
-    assert has_run(sent, 5)
+    assert has_run(sent, 60)
 
 
 def test_transfers_run_in_the_order_of_posting(links: Two) -> None:
@@ -82,7 +82,7 @@ def test_what_has_arrived_is_there_after_the_wait_only(links: Two) -> None:
     tensors = [torch.randn(3), torch.arange(4), torch.tensor(False), torch.randn(2).bfloat16(), torch.randn(2) * 1j]
     sent = links[0].links[THERE].send(tensors)
     received, transfer = links[1].links[THERE].receive(layouts(*tensors))
-    assert has_run(sent, 5) and has_run(transfer, 5)
+    assert has_run(sent, 60) and has_run(transfer, 60)
     assert received[0].isnan().all() and received[1].tolist() == [torch.iinfo(torch.int64).max] * 4
     assert received[2].item() is True and received[3].isnan().all() and received[4].isnan().all()
     transfer.wait()
@@ -123,9 +123,10 @@ def test_crossing_sends_block_devices_that_run_one_operation_at_a_time(
     """The obvious order of 1F1B: each process sends before it receives. The same order runs on independent streams."""
     both = linked(groups, one_at_a_time=one_at_a_time)
     x = torch.ones(1)
-    deadline = time.monotonic() + 0.5
-    for links in both:
-        links.has_failed_peer = lambda: time.monotonic() > deadline
+    if one_at_a_time:
+        deadline = time.monotonic() + 0.5
+        for links in both:
+            links.has_failed_peer = lambda: time.monotonic() > deadline
 
     def sends_first(own: SimulatedLinks, there: Route, back: Route) -> None:
         sent = own.links[there].send([x])
@@ -155,7 +156,7 @@ def test_an_index_that_has_not_arrived_is_no_index(links: Two, dtype: torch.dtyp
     index = torch.tensor([1, 0], dtype=dtype)
     sent = links[0].links[THERE].send([index])
     (received,), transfer = links[1].links[THERE].receive(layouts(index))
-    assert has_run(transfer, 5)
+    assert has_run(transfer, 60)
     assert received.tolist() == [torch.iinfo(dtype).max] * 2
     with pytest.raises(IndexError):
         torch.arange(3)[received.long()]
@@ -178,7 +179,7 @@ def test_what_has_not_arrived_must_not_be_sent(links: Two) -> None:
     x = torch.ones(2, 3)
     sent = links[0].links[THERE].send([x])
     (received,), transfer = links[1].links[THERE].receive(layouts(x))
-    assert has_run(transfer, 5)
+    assert has_run(transfer, 60)
     for view in (received, received[1]):
         with pytest.raises(RuntimeError, match=r"stage 1 sends stage 0 a tensor of shape .* that a receive still"):
             links[1].links[BACK].send([view])
@@ -241,10 +242,10 @@ def test_a_transfer_must_not_be_dropped_before_a_wait(links: Two) -> None:
     x = torch.ones(1)
     sent = links[0].links[THERE].send([x])
     received, transfer = links[1].links[THERE].receive(layouts(x))
-    assert has_run(sent, 5) and has_run(transfer, 5)
+    assert has_run(sent, 60) and has_run(transfer, 60)
     transfer.wait()
     del sent
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while not links[0].dropped and time.monotonic() < deadline:  # by the thread that has run it, too
         time.sleep(0.005)
     message = "send of stage 0 to stage 1: dropped without a wait, so the memory"
