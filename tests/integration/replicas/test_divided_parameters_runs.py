@@ -1,5 +1,6 @@
 """``zero_stage=3``: replicas that divide the parameters of their stages train what one process trains."""
 
+import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path

@@ -32,9 +32,7 @@ def test_options_that_exclude_each_other(name: str) -> None:
 
 
 def test_one_replica_divides_nothing() -> None:
-    with pytest.raises(
-        MisconfigurationException, match=r"zero_stage=3 divides .* but there is only one: set data_para"
-    ):
+    with pytest.raises(MisconfigurationException, match=r"zero_stage=3 divides .* but there is only one: set data"):
         RPCSequentialStrategy(zero_stage=3)
 
 
