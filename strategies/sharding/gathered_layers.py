@@ -424,45 +424,60 @@ class GatheredModel(DividedModel):
 
     def _found_units(self, layers: Sequence[nn.Module]) -> dict[nn.Module, tuple[str, list[_Divided]]]:
         """Find the modules that gather parameters, and the parameters that each of them gathers."""
-        zones: dict[nn.Module, set[int]] = {}
-        for number, layer in enumerate(layers):
-            for module in layer.modules():
-                zones.setdefault(module, set()).add(number)
-        holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-        parents: dict[nn.Module, nn.Module] = {}
-        names: dict[nn.Module, str] = {}
-        around: set[nn.Module] = set()
-        for path, module in self._model.named_modules():
-            names[module] = path
-            for child in module.children():
-                parents.setdefault(child, module)
-            if module not in zones and any(each in zones for each in module.modules()):
-                around.add(module)
-            for own, parameter in module._parameters.items():
-                if parameter is not None:
-                    holders.setdefault(parameter, []).append((module, own))
-        divided: dict[nn.Parameter, FlatPart] = {}
-        for parameter, places in holders.items():
-            modules = [module for module, _ in places]
+        parts, holders = parts_of_parameters(self._model, layers, self._size), _holders(self._model)
+        for parameter in parts:
+            path, _, name = holders[parameter][0]
             if parameter.is_meta:
                 raise ValueError(
-                    f"{names[modules[0]]}.{places[0][1]} has no values yet, but zero_stage=3 divides values. Build the "
-                    "model outside of configure_model and init_module, which make it without memory."
+                    f"{path}.{name} has no values yet, but zero_stage=3 divides values. Build the model outside of "
+                    "configure_model and init_module, which make it without memory."
                 )
-            where = {frozenset(zones.get(module, ())) for module in modules}
-            is_in_one = len(where) == 1 and len(next(iter(where))) < 2 and not around.intersection(modules)
-            if is_in_one and _is_large(parameter, self._size) and all(map(_reads_its_parameters, modules)):
-                divided[parameter] = FlatPart(parameter.shape)
-        self._note_parts(divided)
+        self._note_parts(parts)
+        # nn.MultiheadAttention reads the weight of its output layer, and does not call the layer.
+        attention = {
+            child: (path, module)
+            for path, module in self._model.named_modules()
+            if isinstance(module, nn.MultiheadAttention)
+            for child in module.children()
+        }
         units: dict[nn.Module, tuple[str, list[_Divided]]] = {}
-        for number, (parameter, part) in enumerate(divided.items()):
-            for module, name in holders[parameter]:
-                # nn.MultiheadAttention reads the weight of its output layer, and does not call the layer.
-                parent = parents.get(module)
-                unit = parent if isinstance(parent, nn.MultiheadAttention) else module
-                path = "" if unit is module else names[module].removeprefix(f"{names[unit]}.")
-                units.setdefault(unit, (names[unit], []))[1].append(_Divided(number, path, name, part))
+        for number, (parameter, part) in enumerate(parts.items()):
+            for path, module, name in holders[parameter]:
+                start, unit = attention.get(module, (path, module))
+                within = path.removeprefix(start).removeprefix(".")
+                units.setdefault(unit, (start, []))[1].append(_Divided(number, within, name, part))
         return units
+
+
+def _holders(model: nn.Module) -> dict[nn.Parameter, list[tuple[str, nn.Module, str]]]:
+    """Return the places of each parameter: the path of a module, the module, and the name of the parameter in it."""
+    holders: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                holders.setdefault(parameter, []).append((path, module, name))
+    return holders
+
+
+def parts_of_parameters(model: nn.Module, layers: Iterable[nn.Module], size: int) -> dict[nn.Parameter, FlatPart]:
+    """Return how the parameters of a model would be divided; see :class:`GatheredModel` for the arguments."""
+    zones: dict[nn.Module, set[int]] = {}
+    for number, layer in enumerate(layers):
+        for module in layer.modules():
+            zones.setdefault(module, set()).add(number)
+    around = {
+        module
+        for module in model.modules()
+        if module not in zones and any(inner in zones for inner in module.modules())
+    }
+    parts: dict[nn.Parameter, FlatPart] = {}
+    for parameter, places in _holders(model).items():
+        modules = [module for _, module, _ in places]
+        first, *others = {frozenset(zones.get(module, ())) for module in modules}
+        is_in_one = not others and len(first) < 2 and not around.intersection(modules)
+        if is_in_one and _is_large(parameter, size) and all(map(_reads_its_parameters, modules)):
+            parts[parameter] = FlatPart(parameter.shape)
+    return parts
 
 
 def _is_large(parameter: nn.Parameter, size: int) -> bool:

@@ -85,27 +85,28 @@ def test_one_process_continues() -> None:
     run(continued, timeout_seconds=300)
 
 
-def failing(case: str) -> str:
+def failing(case: str, stages: int) -> str:
     with tempfile.TemporaryDirectory() as name:
-        script = Script(job.__file__, name, "2", "2", case, stderr=subprocess.PIPE)
+        script = Script(job.__file__, name, str(stages), "2", case, stderr=subprocess.PIPE)
         _, said = script.communicate(timeout=100)
         assert script.returncode
         return str(said)
 
 
 @pytest.mark.parametrize(
-    "case, expected",
+    "case, stages, expected",
     [
-        ("Uneven", "this replica has 2 micro-batches where replica 1 has 1"),
-        ("UnevenValidation", "this replica has 2 micro-batches where replica 1 has 1"),
-        ("Skipping", "this replica calls layer"),
-        ("Scaled", "this replica multiplies its gradients by 1 where replica 1 takes 2"),
-        ("Penalised", "a weight is used outside of the forward function of its own module"),
-        ("ClippedByHand", "of which each has the whole, to different values."),
+        ("Uneven", 2, "this replica has 2 micro-batches where replica 1 has 1"),
+        ("UnevenValidation", 2, "this replica has 2 micro-batches where replica 1 has 1"),
+        ("Skipping", 2, "this replica calls layer"),
+        ("Scaled", 2, "this replica multiplies its gradients by 1 where replica 1 takes 2"),
+        ("Penalised", 2, "a weight is used outside of the forward function of its own module"),
+        ("ClippedByHand", 2, "another stage of the pipeline, which torch.nn.utils.clip_grad_norm_"),
+        ("ClippedByHand", 1, "of which each has the whole, to different values."),
     ],
 )
-def test_what_would_be_wrong_is_an_error(case: str, expected: str) -> None:
-    assert expected in run(failing, case, timeout_seconds=110)
+def test_what_would_be_wrong_is_an_error(case: str, stages: int, expected: str) -> None:
+    assert expected in run(failing, case, stages, timeout_seconds=110)
 
 
 @pytest.mark.nightly
