@@ -123,6 +123,13 @@ def alone() -> Iterator[None]:
         connect(group)
 
 
+USED_ELSEWHERE = (
+    "zero_stage=3: a weight is used outside of the forward function of its own module (such as "
+    "functional.linear(x, self.other.weight), or a penalty on weights in training_step), where each replica has only a "
+    "part of it. Call the module that owns the weight, or use zero_stage=2, which leaves parameters whole."
+)
+
+
 class Event(IntEnum):
     """What the replicas of a stage do together."""
 
@@ -187,12 +194,7 @@ class PartOfParameter(nn.Parameter):
         with without_torch_function():
             result = func(*args, **(kwargs or {}))
         if torch.is_grad_enabled() and any(getattr(leaf, "grad_fn", None) is not None for leaf in tree_leaves(result)):
-            raise RuntimeError(
-                "zero_stage=3: a weight is used outside of the forward function of its own module (such as "
-                "functional.linear(x, self.other.weight), or a penalty on weights in training_step), where each "
-                f"replica has only a part of it. Call the module that owns the weight, or {INSTEAD[0].lower()}"
-                f"{INSTEAD[1:]}"
-            )
+            raise RuntimeError(USED_ELSEWHERE)
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -64,8 +64,17 @@ class Penalised(Language):
         return super().training_step(batch, batch_idx) + 0.1 * penalty
 
 
+class PenalisedLayer(Language):
+    """A penalty on weights of a layer on a worker."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss + 0.1 * self.model.model.layers[0].mlp.up_proj.weight.square().sum()
+
+
 WRONG: dict[str, type[Language]] = {
-    kind.__name__: kind for kind in (Uneven, UnevenValidation, Skipping, Scaled, Penalised, ClippedByHand)
+    kind.__name__: kind
+    for kind in (Uneven, UnevenValidation, Skipping, Scaled, Penalised, PenalisedLayer, ClippedByHand)
 }
 MODELS.update({name: lambda kind=kind: kind(llama()) for name, kind in WRONG.items()})
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -79,7 +88,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "resumed": ("tied", {"schedule": "1f1b"}, {}),
     "half": ("tied", {"schedule": "1f1b"}, {"max_epochs": 1}),
     "bert": ("bert", {}, {}),
-    **{name: (name, {"schedule": "1f1b"}, {}) for name in WRONG},
+    **{name: (name, {"schedule": "gpipe" if "Layer" in name else "1f1b"}, {}) for name in WRONG},
     **{schedule: ("llama", {"schedule": schedule}, {}) for schedule in ("zb-h1",)},
     **{name: ("llama", {"schedule": name, "balance": "even"}, {}) for name in ("interleaved", "zbv", "v-half")},
 }

@@ -101,6 +101,7 @@ def failing(case: str, stages: int) -> str:
         ("Skipping", 2, "this replica calls layer"),
         ("Scaled", 2, "this replica multiplies its gradients by 1 where replica 1 takes 2"),
         ("Penalised", 2, "a weight is used outside of the forward function of its own module"),
+        ("PenalisedLayer", 2, "a weight is used outside of the forward function of its own module"),
         ("ClippedByHand", 2, "another stage of the pipeline, which torch.nn.utils.clip_grad_norm_"),
         ("ClippedByHand", 1, "of which each has the whole, to different values."),
     ],
