@@ -346,6 +346,7 @@ class GatheredLayer(DividedLayer):
         for divided in self._divided:
             holder = module.get_submodule(divided.path)
             parameter = cast(nn.Parameter, holder._parameters[divided.name])
+            assert parameter.is_meta or is_part(parameter), "the averages over replicas would not leave it out"
             whole = cast(Tensor, _Gathered.apply(parameter, divided))
             self._whole.append((holder, divided, parameter, whole, whole._version))
             holder._parameters[divided.name] = cast(Any, whole)
