@@ -46,6 +46,7 @@ from strategies.lightning.features.layers.division import Division
 from strategies.lightning.features.layers.hugging_face import HuggingFaceModels
 from strategies.lightning.features.layers.moving_layers import check_can_move, move_layers
 from strategies.lightning.features.per_microbatch import StepsPerMicrobatch
+from strategies.lightning.features.pipelines.divided_parameters import DividedParameters
 from strategies.lightning.features.pipelines.replicas import AveragedReplicas
 from strategies.lightning.features.pipelines.tensor_parallel import TensorParallel
 from strategies.lightning.features.precision import PrecisionOnStages
@@ -79,6 +80,7 @@ FEATURES: Sequence[KindOfFeature] = (
     HuggingFaceModels,
     SummaryOfStages,
     AveragedReplicas,
+    DividedParameters,
     TensorParallel,
     LostWorkers,
     PrecisionOnStages,
@@ -215,7 +217,9 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         zero_stage: What the replicas of a stage divide among themselves (ZeRO). 0 (default): nothing. 1: the optimizer
             states and steps. After a step, each replica sends its new values to the other replicas. 2: the averaged
             gradients too. Once per step, after the backward passes, each gradient is summed for the replica that steps
-            the parameter, and is ``None`` in the other replicas.
+            the parameter, and is ``None`` in the other replicas. 3: parameters with at least two dimensions, with their
+            gradients and optimizer states. A layer gathers its weights when it runs, and again in its backward pass.
+            All replicas need the same number of micro-batches; see ``docs/choose_a_strategy.md``.
         state_dict_type: Form of a checkpoint. ``"full"`` (default) is one file, which the driver writes while it
             receives the tensors one by one. ``"sharded"`` is a directory into which every stage writes its own part;
             ``python -m strategies.checkpoint.consolidate`` turns it into one file.
@@ -258,7 +262,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         microbatch_tokens: int | None = None,
         data_parallel_size: int = 1,
         tensor_parallel_size: int = 1,
-        zero_stage: Literal[0, 1, 2] = 0,
+        zero_stage: Literal[0, 1, 2, 3] = 0,
         state_dict_type: str = "full",
         async_save: bool = False,
         recovery: Recovery | None = None,
@@ -626,15 +630,15 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         """
         if self._run is not None:
             self._run.pipeline.verify()
-        if self.global_rank > 0:
+        if self.global_rank > 0 and (self._run is None or self.options.zero_stage < 3):
             return {}
         weights = super().lightning_module_state_dict() if self._run is None else self._run.states.weights()
         return weights if self.is_global_zero else {}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state dict of an optimizer over all stages, as in one process, on the first replica only."""
-        divides = self.options.zero_stage > 0
-        if not (self.global_rank == 0 or divides):
+        divides = self.options.zero_stage in (1, 2)
+        if not (self.global_rank == 0 or divides or (self._run is not None and self.options.zero_stage == 3)):
             return {}
         own = unwrapped(optimizer)
         if is_stand_in(own):

@@ -104,7 +104,8 @@ class StageStates:
         if self._pipeline.divided is not None and self.has_gathered:
             raise RuntimeError(
                 "a method of an optimizer was called while a checkpoint was collected, such as in on_save_checkpoint; "
-                "with tensor_parallel_size the checkpoint has copies that do not follow. Call it before the checkpoint."
+                f"with {self._pipeline.divided.option} the checkpoint has copies that do not follow. Call it before "
+                "the checkpoint."
             )
         if self._weights:
             before, now = self._weights, self.weights()
@@ -253,7 +254,8 @@ class StageStates:
             return
         if self._pipeline.divided is not None:
             raise RuntimeError(
-                "rpc_save_model needs whole layers, but tensor_parallel_size divides them. Save a checkpoint."
+                f"rpc_save_model needs whole layers, but {self._pipeline.divided.option} divides them. Save a "
+                "checkpoint."
             )
         module, kept = self._pipeline.module, []
         starts = [start for start, _ in module.parts] if isinstance(module, JoinedLists) else [f"{self._path}."]

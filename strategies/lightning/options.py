@@ -91,7 +91,7 @@ class Options:
     microbatch_tokens: int | None
     data_parallel_size: int
     tensor_parallel_size: int
-    zero_stage: Literal[0, 1, 2]
+    zero_stage: Literal[0, 1, 2, 3]
     state_dict_type: str
     async_save: bool
     recovery: Recovery | None

@@ -87,6 +87,7 @@ from strategies.pipeline.worker.process import abort_transfers, host
 from strategies.pipeline.worker.setup import StageSetup
 from strategies.sharding import divided_layers
 from strategies.sharding.divided_layers import DividedModel, TensorGroup
+from strategies.sharding.gathered_layers import ReplicaGroup, agree
 
 _END_SECONDS = 5.0
 """How long a worker may take to end before it is killed."""
@@ -781,6 +782,7 @@ class Pipeline(NotCopyable):
                 num_updates=lambda: self.optimizers.num_steps + sum(holder.num_writes for holder in holders),
                 averaging=averaging,
                 between_passes=self._between_passes,
+                agree=agree if self._replicas is not None and self._replicas.zero_stage == 3 else lambda *_: None,
             )
         )
         fill_drain = FillDrain(executor)
@@ -816,6 +818,9 @@ class Pipeline(NotCopyable):
     def _join_replicas(self, replicas: Replicas, ending: ExitStack) -> tuple[Averaging, SharedSteps | None]:
         """Connect to the drivers of the other replicas, until the run ends."""
         group, wait = self._join(replicas, ending)
+        if replicas.zero_stage == 3:
+            divided_layers.connect(ReplicaGroup(group, wait))
+            ending.callback(divided_layers.connect, None)
         averaging, shared_steps = connected(
             group,
             replicas.zero_stage,

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from strategies.common.joined_lists import lengths_of
+from strategies.common.joined_lists import lengths_of, lists_of
 from strategies.common.names import did_you_mean
 from strategies.common.patching import unchanged
 from strategies.launch.allocator import all_freed_memory_kept
@@ -70,6 +70,7 @@ from strategies.pipeline.transport.slots import NUM_SLOTS
 from strategies.planning.action_costs import DriverPart, Layer, group_seconds, model_costs
 from strategies.planning.automatic import input_bytes, measure_actions
 from strategies.planning.plan_rows import Measured, PlanRow, best_row, plan_row
+from strategies.sharding.gathered_layers import parts_of_parameters
 from strategies.sharding.single_rank import as_single_rank
 
 _Costs: TypeAlias = Costs[Layer, DriverPart]
@@ -174,6 +175,11 @@ class PipelineOptions:
     @property
     def num_shares(self) -> int:
         """The number of replicas that divide the optimizer states among themselves."""
+        return self.num_replicas if self.zero_stage in (1, 2) else 1
+
+    @property
+    def num_steppers(self) -> int:
+        """The number of replicas that divide an optimizer's step among themselves."""
         return self.num_replicas if self.zero_stage else 1
 
     @property
@@ -412,7 +418,7 @@ class _Plan:
         with self._as_one_pipeline():
             given, costs = self._costs(given, ways)
             in_reverse = is_called_in_reverse(self._model, self._module, self._device, self._precision)
-            sizes = Sizes(optimizers, self._options.num_shares)
+            sizes = Sizes(optimizers, self._options.num_shares, num_parts=self._num_parts())
             known = {}
             for threads, measured in costs.items():
                 with with_threads(threads), all_freed_memory_kept():
@@ -467,6 +473,17 @@ class _Plan:
             f"figures are those of one of the {size} pipelines that divide the layers (tensor_parallel_size={size}); "
             "their times include the sums over these pipelines, as long as they take between threads of this process"
         )
+
+    def _num_parts(self) -> dict[Tensor, int]:
+        """Return the number of replicas that divide a parameter, for each parameter that they divide."""
+        number = self._options.num_replicas
+        if self._options.zero_stage < 3 or number == 1:
+            return {}
+        self._notes.append(
+            "times do not include gathering weights and averaging gradients (zero_stage=3), and a process also holds "
+            "the whole weights of the layer that it computes"
+        )
+        return dict.fromkeys(parts_of_parameters(self._model, chain(*lists_of(self._module)), number), number)
 
     def _num_processes(self, stages: int) -> int:
         """Return the number of processes on a host."""
@@ -701,6 +718,8 @@ class _Plan:
                 check_divisible(optimizer, [*parts, [*rest]])
                 if (size := self._options.num_parts) > 1:
                     check_by_element(optimizer, f"tensor_parallel_size={size}", "tensor_parallel_size=1")
+                if self._options.zero_stage == 3:
+                    check_by_element(optimizer, "zero_stage=3", "zero_stage=2")
         return optimizers
 
     def _measured(
@@ -733,7 +752,7 @@ class _Plan:
             own = dict.fromkeys(p for module in modules for p in module.parameters(recurse=False))
             each = [costs.of(own) for costs in steps]
             extra = max(each, key=lambda cost: cost.extra_bytes, default=StepCost())
-            return replace(extra, seconds=sum(cost.seconds for cost in each) / self._options.num_shares)
+            return replace(extra, seconds=sum(cost.seconds for cost in each) / self._options.num_steppers)
 
         def needs(balance: Sequence[int], placement: Placement) -> list[Need]:
             stages = cut(self._module, balance, ranks_of(placement), is_reversed=in_reverse)

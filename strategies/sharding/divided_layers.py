@@ -12,10 +12,11 @@ between stages and snapshots need no knowledge of the division. (``DTensor`` par
 by torch's clipping and its fused optimizers, and they need torch's default process group, which workers do not have.)
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, Protocol, cast
 from weakref import WeakSet
 
 import torch
@@ -82,6 +83,11 @@ def connect(group: TensorGroup | None) -> None:
     _group = group
 
 
+def connected_group() -> TensorGroup | None:
+    """Return the ranks that divide the layers of this process; ``None`` if there are none."""
+    return _group
+
+
 def tensor_group() -> TensorGroup:
     """Return the ranks that divide the layers of this process.
 
@@ -90,8 +96,8 @@ def tensor_group() -> TensorGroup:
     """
     if _group is None:
         raise RuntimeError(
-            "this layer holds a part of its weights, and computes only together with the other ranks of its tensor "
-            "parallel group, within fit, validate, test or predict"
+            "this layer holds a part of its weights, and computes only together with the other ranks that divide it "
+            "(tensor_parallel_size, or zero_stage=3), within the call of the Trainer that divided it"
         )
     return _group
 
@@ -314,6 +320,25 @@ class TensorPart:
         packs = zip(*(part.chunk(self.packed, self.dim) for part in parts), strict=True)
         return torch.cat([torch.cat(pack, self.dim) for pack in packs], self.dim)
 
+    def whole_shape(self, shape: Sequence[int], size: int) -> list[int]:
+        """Return the shape of the whole tensor, given that of a part."""
+        whole = list(shape)
+        whole[self.dim] *= size
+        return whole
+
+
+class PartOfTensor(Protocol):
+    """How a parameter is divided."""
+
+    def of(self, whole: Tensor, rank: int, size: int) -> Tensor:
+        """Return the part of a rank, a copy."""
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the whole tensor, from the parts of all ranks."""
+
+    def whole_shape(self, shape: Sequence[int], size: int) -> list[int]:
+        """Return the shape of the whole tensor, given that of a part."""
+
 
 _Kind = Literal["columns", "rows", "vocabulary", "whole", "experts"]
 
@@ -344,11 +369,10 @@ STYLES: Mapping[str, Style] = {
 
 
 class DividedModel:
-    """A model of whose layers each rank has a part.
+    """A model of whose parameters each rank has a part.
 
     Args:
         model: The model, with the same values on every rank. All layers are in this process.
-        plan: The style of layers, by dotted name. ``*`` stands for a number.
         rank: The number of this rank.
         size: The number of ranks.
         copies: Copies of the model that are not called, such as averages of its weights. They are divided in the same
@@ -356,34 +380,37 @@ class DividedModel:
 
     Attributes:
         parts: How each divided parameter is divided, by the names that the parameter has in the model.
-
-    Raises:
-        ValueError: If the plan does not fit the model. The model is then unchanged.
     """
 
-    def __init__(
-        self, model: nn.Module, plan: Mapping[str, str], rank: int, size: int, copies: Sequence[nn.Module] = ()
-    ) -> None:
+    option: ClassVar[str]
+    """The option that divides the model, for messages."""
+    _ranks: ClassVar[str]
+    """What the ranks are, for messages."""
+
+    def __init__(self, model: nn.Module, rank: int, size: int, copies: Sequence[nn.Module] = ()) -> None:
         self._model, self._rank, self._size, self._copies = model, rank, size, copies
-        self._part_of: dict[nn.Parameter, TensorPart] = {}
+        self._part_of: dict[nn.Parameter, PartOfTensor] = {}
+        self._copied: dict[nn.Parameter, PartOfTensor] = {}
         self._undo: list[Callable[[], None]] = []
-        layers = self._planned(plan)
-        self.parts: dict[str, TensorPart] = {
-            name: self._part_of[parameter]
-            for name, parameter in model.named_parameters(remove_duplicate=False)
-            if parameter in self._part_of
+        self.parts: dict[str, PartOfTensor] = {}
+
+    def _note_parts(self, part_of: Mapping[nn.Parameter, PartOfTensor]) -> None:
+        """Decide how parameters are divided. They are still whole."""
+        self._part_of = dict(part_of)
+        self.parts = {
+            name: part_of[parameter]
+            for name, parameter in self._model.named_parameters(remove_duplicate=False)
+            if parameter in part_of
         }
-        self._check_sizes()
-        for module, style, _ in layers:
-            arguments = [self._first_of(module)] if style.kind == "vocabulary" else []
-            self._undo += style.make(*arguments).install(module)
-            self._resize(module, style)
-        self._copied = {copy.get_parameter(name): part for copy in copies for name, part in self.parts.items()}
+
+    def _divide(self) -> None:
+        """Keep the part of this rank of each divided parameter."""
+        self._copied = {copy.get_parameter(name): part for copy in self._copies for name, part in self.parts.items()}
         for parameter, part in (*self._part_of.items(), *self._copied.items()):
-            parameter.data = part.of(parameter.data, rank, size)
+            parameter.data = part.of(parameter.data, self._rank, self._size)
 
     @property
-    def divided(self) -> Mapping[nn.Parameter, TensorPart]:
+    def divided(self) -> Mapping[nn.Parameter, PartOfTensor]:
         """How each divided parameter is divided."""
         return self._part_of
 
@@ -392,13 +419,14 @@ class DividedModel:
         whole, own, undivided = 0, 0, dict[str, None]()
         for name, parameter in self._model.named_parameters():
             own += parameter.numel()
-            whole += parameter.numel() * (self._size if name in self.parts else 1)
+            part = self.parts.get(name)
+            whole += parameter.numel() if part is None else math.prod(part.whole_shape(parameter.shape, self._size))
             if name not in self.parts:
                 undivided[with_wildcards(name.rpartition(".")[0])] = None
         listed = list(undivided)[:_LISTED]
         more = f" and {len(undivided) - _LISTED} more" if len(undivided) > _LISTED else ""
         kept = f"; {', '.join(listed)}{more} are whole" if listed else ""
-        return f"each pipeline has {own:,} of {whole:,} parameters{kept}"
+        return f"each {self._ranks} has {own:,} of {whole:,} parameters{kept}"
 
     def remove_hooks(self) -> None:
         """Make the layers compute without communication again, in their whole sizes; the parameters stay parts."""
@@ -428,6 +456,14 @@ class DividedModel:
         self.check_equal({name: p.detach() for name, p in self._model.named_parameters()}, group)
 
     # States of optimizers, by the number of the parameter
+
+    def divide_states(self, optimizer: Optimizer) -> None:
+        """Keep the parts of this rank of the states of an optimizer."""
+        _set_states(optimizer, self.own_states(optimizer, dict(enumerate(_states(optimizer)))))
+
+    def join_states(self, optimizer: Optimizer, group: TensorGroup) -> None:
+        """Make the states of an optimizer whole, from the parts of all ranks, which all call this."""
+        _set_states(optimizer, self.whole_states(optimizer, dict(enumerate(_states(optimizer))), group))
 
     def own_states(self, optimizer: Optimizer, states: Mapping[Any, Any]) -> dict[Any, Any]:
         """Return states whose tensors are the parts of this rank, from those of whole parameters."""
@@ -497,9 +533,9 @@ class DividedModel:
         place = _first_different(norms, [weights[name].dtype for name in names], group)
         if place is not None:
             raise RuntimeError(
-                f"the pipelines of tensor_parallel_size have trained {names[place]}, of which each has the whole, to "
+                f"the {self._ranks}s of {self.option} have trained {names[place]}, of which each has the whole, to "
                 "different values. Code of the model or of a callback has changed gradients or weights by something "
-                "that differs between them, such as a norm of the parts of one pipeline "
+                f"that differs between them, such as a norm of the parts of one {self._ranks} "
                 "(torch.nn.utils.clip_grad_norm_): use trainer.strategy.clip_grad_norm_(max_norm)."
             )
 
@@ -507,7 +543,7 @@ class DividedModel:
         self,
         optimizer: Optimizer,
         states: Mapping[Any, Any],
-        change: Callable[[TensorPart, Tensor], Tensor],
+        change: Callable[[PartOfTensor, Tensor], Tensor],
         *,
         whole: bool,
     ) -> dict[Any, Any]:
@@ -516,9 +552,7 @@ class DividedModel:
             part, state = self._part_of.get(cast(nn.Parameter, parameter)), states.get(number)
             if part is None or not state:
                 continue
-            shape = list(parameter.shape)
-            if whole:
-                shape[part.dim] *= self._size
+            shape = part.whole_shape(parameter.shape, self._size) if whole else list(parameter.shape)
             changed[number] = {
                 key: change(part, value.view(shape))
                 if isinstance(value, Tensor) and is_by_element(value, shape)
@@ -526,6 +560,38 @@ class DividedModel:
                 for key, value in state.items()
             }
         return changed
+
+
+class PlannedModel(DividedModel):
+    """A model whose layers are divided by a plan: tensor parallelism.
+
+    Args:
+        model: See :class:`DividedModel`.
+        plan: The style of layers, by dotted name. ``*`` stands for a number.
+        rank: See :class:`DividedModel`.
+        size: See :class:`DividedModel`.
+        copies: See :class:`DividedModel`.
+
+    Raises:
+        ValueError: If the plan does not fit the model. The model is then unchanged.
+    """
+
+    option = "tensor_parallel_size"
+    _ranks = "pipeline"
+
+    def __init__(
+        self, model: nn.Module, plan: Mapping[str, str], rank: int, size: int, copies: Sequence[nn.Module] = ()
+    ) -> None:
+        super().__init__(model, rank, size, copies)
+        self._planned_parts: dict[nn.Parameter, TensorPart] = {}
+        layers = self._planned(plan)
+        self._note_parts(self._planned_parts)
+        self._check_sizes()
+        for module, style, _ in layers:
+            arguments = [self._first_of(module)] if style.kind == "vocabulary" else []
+            self._undo += style.make(*arguments).install(module)
+            self._resize(module, style)
+        self._divide()
 
     def _planned(self, plan: Mapping[str, str]) -> list[tuple[nn.Module, Style, str]]:
         """Find the layers of the plan and how their parameters are divided."""
@@ -567,7 +633,7 @@ class DividedModel:
                     "ranks, but divides none of its parameters. Divide them, or leave it out of the plan."
                 )
         for parameter, places in holders.items():  # the other uses of a tied parameter
-            if (part := self._part_of.get(parameter)) is None:
+            if (part := self._planned_parts.get(parameter)) is None:
                 continue
             for name, module in places:
                 if module in layers or _key(name, plan) is not None:
@@ -606,7 +672,7 @@ class DividedModel:
             self._take(bias, TensorPart(-1, style.packed), name)
 
     def _take(self, parameter: nn.Parameter, part: TensorPart, name: str) -> None:
-        if (before := self._part_of.setdefault(parameter, part)) != part:
+        if (before := self._planned_parts.setdefault(parameter, part)) != part:
             raise ValueError(
                 f"the tensor parallel plan divides a parameter of {name} in two ways, in dimensions {before.dim} and "
                 f"{part.dim}: it is tied to another layer. Give both the same division, or leave both out of the plan."
@@ -616,7 +682,7 @@ class DividedModel:
         names: dict[nn.Parameter, str] = {}
         for name, parameter in self._model.named_parameters():
             names[parameter] = name
-        for parameter, part in self._part_of.items():
+        for parameter, part in self._planned_parts.items():
             if parameter.is_meta:
                 raise ValueError(
                     f"{names[parameter]} has no values yet. Build the model outside of configure_model and "
@@ -650,6 +716,16 @@ class DividedModel:
             setattr(module, name, value)
 
 
+def _states(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [optimizer.state.get(parameter, {}) for parameter in parameters_of(optimizer)]
+
+
+def _set_states(optimizer: Optimizer, states: Mapping[int, dict[str, Any]]) -> None:
+    for parameter, state in zip(parameters_of(optimizer), states.values(), strict=True):
+        if state:
+            optimizer.state[parameter] = state
+
+
 _left_divided: WeakSet[nn.Module] = WeakSet()
 """The models that hold parts of their weights after a run that has failed."""
 
@@ -663,7 +739,7 @@ def check_is_whole(model: nn.Module, *_: Any) -> None:
     if model in _left_divided:
         raise RuntimeError(
             f"this {type(model).__name__} holds only a part of its weights, because the run with tensor_parallel_size "
-            "that divided them has failed. Build a new model, and load a checkpoint."
+            "or zero_stage=3 that divided them has failed. Build a new model, and load a checkpoint."
         )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies.sharding import divided_layers
-from strategies.sharding.divided_layers import DividedModel, TensorGroup
+from strategies.sharding.divided_layers import PlannedModel, TensorGroup
 
 _SMALL, _LARGE = 2**10, 2**22
 """The bytes of the tensors with which the communication is measured."""
@@ -134,7 +134,7 @@ def as_single_rank(
         parameter.grad = None
     divided = None
     try:
-        divided = DividedModel(model, plan, 0, size)
+        divided = PlannedModel(model, plan, 0, size)
         divided_layers.connect(SingleRank(size, seconds))
         yield
     finally:

@@ -199,6 +199,9 @@ REDUCED = ("scaler", "scaler, fused, 1f1b", "unused", "frozen, clipped by hand",
 for name in REDUCED:
     make, options, settings = CASES[name]
     CASES[f"{name}, reduced"] = (make, {**options, "zero_stage": 2}, settings)
+for name in ("scaler", "scaler, fused, 1f1b", "sparse, 1f1b"):
+    make, options, settings = CASES[name]
+    CASES[f"{name}, parameters"] = (make, {**options, "zero_stage": 3}, settings)
 
 
 class Dropped(Net):

@@ -253,7 +253,7 @@ class Doomed(Net):
             os.kill(self.trainer.strategy.pipeline.workers._processes[0].pid, signal.SIGKILL)
 
 
-DIVIDED, REDUCED = {"zero_stage": 1}, {"zero_stage": 2}
+DIVIDED, REDUCED, PARAMETERS = {"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 3}
 CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "gpipe": (Net, {}, {}),
     "1f1b": (Net, {"schedule": "1f1b"}, {}),
@@ -321,6 +321,15 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         {"gradient_clip_val": 0.1},
     ),
     "reduced, v-half": (Net, {**REDUCED, "schedule": "v-half", "balance": [2, 1, 2, 1]}, {}),
+    "parameters, tied": (partial(Net, tied=True), {**PARAMETERS, "checkpoint": "always"}, {"gradient_clip_val": 0.1}),
+    "parameters, manual": (ManualNet, PARAMETERS, {}),
+    "parameters, two optimizers": (TurnsNet, PARAMETERS, {}),
+    "parameters, lists, 1f1b": (
+        ListsNet,
+        {**PARAMETERS, "schedule": "1f1b", "balance": [2, 1, 2, 1]},
+        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
+    ),
+    "parameters, clipped by value": (Net, PARAMETERS, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
 }
 
 

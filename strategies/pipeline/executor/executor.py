@@ -40,6 +40,7 @@ from strategies.pipeline.stage.side_outputs import Placeholders, WithSideOutputs
 from strategies.pipeline.stage.stage import DriverCode, Stage
 from strategies.pipeline.state.mirror import Mirror
 from strategies.pipeline.transport.ties import TiedParameters
+from strategies.sharding.gathered_layers import Event
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class PipelineParts:
         num_updates: Returns how often optimizers or user code may have changed parameters.
         averaging: Averages the gradients of this process over the replicas; ``None`` if there is one pipeline.
         between_passes: Called before a pass, unless another pass runs or waits for its backward part.
+        agree: Checks that the replicas do the same next, if they divide parameters.
     """
 
     module: nn.Module
@@ -75,6 +77,7 @@ class PipelineParts:
     num_updates: Callable[[], int]
     averaging: Averaging | None = None
     between_passes: Callable[[], None] = lambda: None
+    agree: Callable[[Event, float], None] = lambda event, value: None
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,7 @@ class Executor(NotCopyable):
         self._parts, self.stage, self.edges, self.remotes = parts, parts.stage, parts.edges, parts.remotes
         self.module, self.settings = parts.module, parts.settings
         self.programs, self.num_stages = parts.programs, len(parts.stages)
+        self.agree = parts.agree
         ends = [*parts.programs.placement.firsts, len(parts.programs.rank_of)]
         mail = parts.edges.mail
         self.ends = [
@@ -156,6 +160,7 @@ class Executor(NotCopyable):
                 "the layers of the pipelined module are not those with which the pipeline started; layers cannot be "
                 "replaced during a run. Change the model before fit, or in configure_model."
             )
+        self.agree(Event.PASS, microbatches)
         if not self.unfinished:
             self._parts.between_passes()
         self.current = number = self._num_passes
@@ -246,9 +251,10 @@ class Executor(NotCopyable):
         if self._parts.averaging is None:
             return
         self._num_averaged = self._num_backward
-        for remote in self.remotes:
-            remote.send(StageCommands.average_grads, share)
         with self.explained():
+            self.agree(Event.AVERAGE, 0.0)
+            for remote in self.remotes:
+                remote.send(StageCommands.average_grads, share)
             self._parts.averaging.average(share)
 
     def complete_gradients(self) -> None:

@@ -46,6 +46,7 @@ from strategies.pipeline.stage.passes import Pass
 from strategies.pipeline.stage.recorder import ActionRecorder
 from strategies.pipeline.stage.side_outputs import is_fresh
 from strategies.pipeline.stage.stage import GradientSlot, entered
+from strategies.sharding.gathered_layers import Event
 
 Code = Callable[[], Tensor | None]
 """The user's code for one micro-batch. It calls the module once and returns a loss, or ``None`` to skip training."""
@@ -136,6 +137,7 @@ def _release(
     share = shares()
     factor = 0.0 if grads[0] is None else grads[0].item() / scale * share.added
     with executor.explained():
+        executor.agree(Event.RELEASE, factor)
         for remote in executor.remotes:
             remote.send(StageCommands.release, run.this.number, factor, share.kept)
         gathered.release(factor, share.kept)

@@ -9,7 +9,8 @@ backward passes. The replicas of a stage may also divide its optimizer states an
 
     averaged gradients ──▶ each replica steps its share ──▶ new values to all replicas
 
-Under stage 2, only the replica that steps a parameter gets its averaged gradient; the other replicas free theirs.
+Under stage 2, only the replica that steps a parameter gets its averaged gradient; the other replicas free theirs. Under
+stage 3, large parameters are divided: :mod:`strategies.sharding.gathered_layers` averages their gradients.
 """
 
 import weakref
@@ -30,6 +31,7 @@ from strategies.common.waiting import Wait, wait_here
 from strategies.launch.session import Peers
 from strategies.optim.calls import runs_own_code
 from strategies.optim.restricted import parameters_of
+from strategies.sharding.gathered_layers import is_part
 from strategies.sharding.gathered_states import gather_states
 from strategies.sharding.ownership import Ownership
 from strategies.sharding.reducer import LAG
@@ -51,7 +53,7 @@ class Replicas(Peers):
 
     Attributes:
         zero_stage: What the replicas of a stage divide among themselves. 0: nothing; 1: its optimizer states
-            and steps; 2: its gradients too.
+            and steps; 2: its gradients too; 3: its parameters too.
     """
 
     zero_stage: int = 0
@@ -343,7 +345,7 @@ def connected(
     wait: Wait = wait_here,
     follows_autograd: bool = False,
 ) -> tuple[Averaging, SharedSteps | None]:
-    """Return what keeps one stage equal in all replicas, and what divides its steps; ``None`` under stage 0.
+    """Return what keeps one stage equal in all replicas, and what divides its steps; ``None`` under stages 0 and 3.
 
     Args:
         group: The processes that hold the stage.
@@ -357,6 +359,8 @@ def connected(
         wait: See :class:`Averaging`.
         follows_autograd: See :class:`Averaging`.
     """
+    if zero_stage == 3:
+        return Averaging(group, lambda: [p for p in parameters() if not is_part(p)], buffers, wait=wait), None
     if not zero_stage:
         return Averaging(group, parameters, buffers, wait=wait), None
     ownership, divides_gradients = Ownership(optimizers, group.rank(), group.size(), owners), zero_stage > 1

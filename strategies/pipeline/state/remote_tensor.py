@@ -30,6 +30,7 @@ from strategies.optim.gradients import add_gradient
 from strategies.pipeline.control.client import RemoteStage
 from strategies.pipeline.control.commands import NamedParameters, StageCommands
 from strategies.pipeline.control.operations import GradientOf
+from strategies.sharding.gathered_layers import USED_ELSEWHERE, is_part
 
 _HARMLESS = ("requires_grad_", "rename_")
 """Methods whose names end in an underscore, but which change no value."""
@@ -138,6 +139,9 @@ class _Remote:
     relay_is_followed: bool = True
     """Whether optimizer steps over this parameter apply to the worker. If not, reading ``.grad`` in them raises."""
 
+    relay_is_part: bool = False
+    """Whether the worker holds the part of this replica of a parameter that replicas divide."""
+
     relay_value: Any = None
     """Reference to the values, for :class:`~strategies.pipeline.state.remote_operations.OnStages`."""
 
@@ -188,6 +192,8 @@ class _Remote:
             return self._value()
         if self.relay_view is not None:
             return self.relay_view(lambda remote: remote._tracked())
+        if self.relay_is_part:
+            raise RuntimeError(USED_ELSEWHERE)
         value = self._value()
         assert self.relay_source is not None
         return cast(Tensor, _Fetch.apply(torch.zeros((), requires_grad=True), value, self.relay_source))
@@ -294,6 +300,7 @@ def remote_parameter(name: str, parameter: nn.Parameter, source: Source | None =
     empty = torch.empty_like(parameter, device="meta")
     remote = cast(RemoteParameter, RemoteParameter(empty, requires_grad=parameter.requires_grad))
     remote.relay_name, remote.relay_source = f"parameter {name} {list(parameter.shape)}", source
+    remote.relay_is_part = is_part(parameter)
     return remote
 
 

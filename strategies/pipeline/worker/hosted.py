@@ -50,6 +50,7 @@ from strategies.pipeline.transport.ties import TiedParameters
 from strategies.pipeline.worker.setup import StageSetup
 from strategies.sharding import divided_layers
 from strategies.sharding.divided_layers import TensorGroup
+from strategies.sharding.gathered_layers import ReplicaGroup
 
 
 @dataclass
@@ -123,6 +124,9 @@ class HostedStage(StageCommands):
         self._repeated: Repeated | None = None
         optimizers = self._placed(state)
         self._replicas = None if setup.replicas is None else activity.wait(partial(setup.replicas.join, setup.index))
+        if setup.replicas is not None and setup.replicas.zero_stage == 3:
+            assert self._replicas is not None
+            divided_layers.connect(ReplicaGroup(self._replicas, activity.wait))
         if setup.parts is not None:
             group = activity.wait(partial(setup.parts.join, setup.index))
             divided_layers.connect(TensorGroup(group, activity.wait))

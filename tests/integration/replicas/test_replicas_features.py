@@ -60,7 +60,7 @@ def test_equals_pipelines_of_one_stage(seen: dict[str, Any], name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", ["", ", reduced"])
+@pytest.mark.parametrize("more", ["", ", reduced", ", parameters"])
 def test_one_step_is_left_out_by_all(seen: dict[str, Any], more: str) -> None:
     """The scale is halved where a step is left out: the second of each epoch, or the first of three."""
     fused = seen[f"scaler, fused, 1f1b{more}"]["losses"][1::2]

@@ -225,6 +225,7 @@ def with_replicas(extra: str, schedule: str, zero_stage: int) -> Any:
     [
         pytest.param("none", "1f1b", 0, "('largest', 'largest_step', 'largest_epoch')", marks=pytest.mark.slow),
         pytest.param("none", "1f1b", 2, "('largest', 'largest_step', 'largest_epoch')", marks=pytest.mark.nightly),
+        pytest.param("none", "1f1b", 3, "('largest', 'largest_step', 'largest_epoch')", marks=pytest.mark.nightly),
         pytest.param("dropout", "gpipe", 0, "", marks=pytest.mark.nightly),
     ],
 )

@@ -644,15 +644,16 @@ def test_the_driver_has_the_whole_model_at_the_start_and_at_the_end(gathers: boo
 
 def test_what_replicas_divide_takes_less_memory() -> None:
     found = []
-    for stage in (0, 1, 2):
+    for stage in (0, 1, 2, 3):
         settings: dict[str, Any] = {"balance": [4, 4], "data_parallel_size": 2, "zero_stage": stage}
         with redirect_stdout(io.StringIO()):
             table = trainer_with(devices=4, **settings).plan(Large(), microbatches=2, schedules="1f1b")
         assert strategy_block(table, table.best)["init_args"].get("zero_stage", 0) == stage
         found.append(table.best.processes[0])
-    assert [each.need.gradients for each in found] == [4 * LAYER_BYTES] * 3
-    assert [each.need.states // LAYER_BYTES for each in found] == [8, 4, 4]  # the two states of AdamW
-    assert [each.freed_gradients for each in found] == [0, 0, 2 * LAYER_BYTES]
+    assert [each.need.parameters // LAYER_BYTES for each in found] == [4, 4, 4, 2]
+    assert [each.need.gradients // LAYER_BYTES for each in found] == [4, 4, 4, 2]
+    assert [each.need.states // LAYER_BYTES for each in found] == [8, 4, 4, 4]  # the two states of AdamW
+    assert [each.freed_gradients for each in found] == [0, 0, 2 * LAYER_BYTES, 0]
 
 
 class Divided(Large):

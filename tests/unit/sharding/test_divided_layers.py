@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from strategies.sharding.divided_layers import DividedModel, TensorPart
+from strategies.sharding.divided_layers import PlannedModel, TensorPart
 
 
 class Block(nn.Module):
@@ -58,7 +58,7 @@ def test_copies_of_the_model_are_divided_in_the_same_way() -> None:
     model = Words(is_tied=True)
     average = copy.deepcopy(model)
     whole = model.table.weight.detach().clone()
-    divided = DividedModel(model, {**PLAN, **HEAD}, 1, 2, [average])
+    divided = PlannedModel(model, {**PLAN, **HEAD}, 1, 2, [average])
     for (name, own), other in zip(model.named_parameters(), average.parameters(), strict=True):
         assert other.shape == own.shape and torch.equal(other, own), name
     assert average.head.weight is average.table.weight and torch.equal(average.head.weight, whole[3:])
@@ -71,7 +71,7 @@ def test_each_rank_has_its_part() -> None:
     whole = Words()
     model = Words()
     model.load_state_dict(whole.state_dict())
-    divided = DividedModel(model, PLAN, 1, 2)
+    divided = PlannedModel(model, PLAN, 1, 2)
     assert sorted(divided.parts) == sorted(
         f"blocks.{i}.{name}" for i in range(2) for name in ("up.weight", "up.bias", "down.weight")
     )
@@ -86,7 +86,7 @@ def test_each_rank_has_its_part() -> None:
 def test_what_the_log_says() -> None:
     model = Words()
     number = sum(parameter.numel() for parameter in model.parameters())
-    said = DividedModel(model, {**PLAN, **HEAD}, 0, 2).described()
+    said = PlannedModel(model, {**PLAN, **HEAD}, 0, 2).described()
     own = sum(parameter.numel() for parameter in model.parameters())
     assert said == (
         f"each pipeline has {own} of {number} parameters; table, blocks.*, blocks.*.down, blocks.*.norm are whole"
@@ -95,7 +95,7 @@ def test_what_the_log_says() -> None:
 
 def test_hooks_and_sizes_go_at_the_end() -> None:
     model = Words()
-    divided = DividedModel(model, {**PLAN, "table": "embedding_rowwise"}, 1, 2)
+    divided = PlannedModel(model, {**PLAN, "table": "embedding_rowwise"}, 1, 2)
     block = model.blocks[0]
     assert isinstance(block, Block)
     assert model.table.padding_idx == 1 and model.table.num_embeddings == 3
@@ -111,7 +111,7 @@ def test_hooks_and_sizes_go_at_the_end() -> None:
 
 def test_a_tied_embedding_is_divided_with_the_head() -> None:
     model = Words(is_tied=True)
-    divided = DividedModel(model, HEAD, 0, 2)
+    divided = PlannedModel(model, HEAD, 0, 2)
     assert sorted(divided.parts) == ["head.bias", "head.weight", "table.weight"]
     assert model.table.weight is model.head.weight and model.table.num_embeddings == 3
 
@@ -120,7 +120,7 @@ def test_states_of_an_optimizer() -> None:
     model = Words()
     optimizer = torch.optim.AdamW(model.parameters())
     whole = {n: {"step": torch.tensor(1.0), "exp_avg": torch.rand_like(p)} for n, p in enumerate(model.parameters())}
-    divided = DividedModel(model, PLAN, 1, 2)
+    divided = PlannedModel(model, PLAN, 1, 2)
     own = divided.own_states(optimizer, whole)
     for number, parameter in enumerate(model.parameters()):
         assert own[number]["exp_avg"].shape == parameter.shape and own[number]["step"] == 1
@@ -144,30 +144,30 @@ def test_plans_that_do_not_fit(name: str) -> None:
     plan, message = REFUSED[name]
     model = Words()
     with pytest.raises(ValueError, match=message):
-        DividedModel(model, plan, 0, 2)
+        PlannedModel(model, plan, 0, 2)
     assert model.head.weight.shape == (6, 4) and not model.head._forward_hooks
 
 
 def test_sizes_that_do_not_divide() -> None:
     message = r"tensor_parallel_size=4 cannot divide head\.weight of shape \[6, 4\]: 6 is not a multiple of 4"
     with pytest.raises(ValueError, match=message):
-        DividedModel(Words(), HEAD, 0, 4)
+        PlannedModel(Words(), HEAD, 0, 4)
 
 
 def test_ties_that_do_not_divide() -> None:
     with pytest.raises(ValueError, match=r"in two ways, in dimensions -2 and -1: it is tied to another layer"):
-        DividedModel(Words(is_tied=True), {"table": "embedding_rowwise", "head": "rowwise_split_input"}, 0, 2)
+        PlannedModel(Words(is_tied=True), {"table": "embedding_rowwise", "head": "rowwise_split_input"}, 0, 2)
     model = Words()
     model.extra = nn.Bilinear(4, 4, 1)
     model.extra.weight = model.head.weight
     with pytest.raises(
         ValueError, match=r"extra\.weight is a parameter that .* the plan says nothing of extra, a Bili"
     ):
-        DividedModel(model, HEAD, 0, 2)
+        PlannedModel(model, HEAD, 0, 2)
 
 
 def test_tensors_without_values() -> None:
     with torch.device("meta"):
         model = Words()
     with pytest.raises(ValueError, match=r"blocks\.0\.up\.weight has no values yet.*Build the model outside of"):
-        DividedModel(model, PLAN, 0, 2)
+        PlannedModel(model, PLAN, 0, 2)

@@ -1,7 +1,7 @@
 """Several replicas of a pipeline: each stage averages its gradients with the same stage of the other replicas.
 
 The replicas of a stage may divide its optimizer states and steps among themselves (ZeRO stage 1), and its gradients too
-(stage 2).
+(stage 2). :mod:`.divided_parameters` divides their parameters (stage 3).
 """
 
 from collections.abc import Iterable, Sequence
@@ -47,7 +47,7 @@ class AveragedReplicas(Feature):
     def arguments(self, prepared: Preparation, optimizers: Sequence[Optimizer]) -> PipelineArguments:
         """Return the description of the replicas. Collective: every replica calls this."""
         zero_stage = self._zero_stage if prepared.is_fitting else 0
-        if self._zero_stage:
+        if self._zero_stage in (1, 2):
             with as_misconfiguration():
                 for optimizer in optimizers:
                     check_divisible(optimizer)
@@ -55,7 +55,7 @@ class AveragedReplicas(Feature):
 
     def memory(self, prepared: Preparation, optimizers: Sequence[Optimizer]) -> MemoryArguments:
         """Return the number of replicas that divide the optimizer states."""
-        return {"num_shares": prepared.ranks.world_size if self._zero_stage else 1}
+        return {"num_shares": prepared.ranks.world_size if self._zero_stage in (1, 2) else 1}
 
     def begin(self, run: Run) -> Iterable[Undo]:
         """Average gradients after each backward pass, unless more gradients are accumulated first."""
@@ -78,13 +78,8 @@ def check_replicas(number: int, zero_stage: int) -> None:
         MisconfigurationException: If a number is wrong, or if these settings exclude each other.
     """
     check_whole_number("data_parallel_size", number, 1)
-    if zero_stage == 3:
-        raise MisconfigurationException(
-            "zero_stage=3 would divide the parameters of a stage among its replicas, which does not exist yet: use "
-            "zero_stage=2 and more stages, or strategy='zero' with stage=3."
-        )
-    if type(zero_stage) is not int or zero_stage not in (0, 1, 2):
-        raise MisconfigurationException(f"zero_stage must be 0, 1 or 2, got {zero_stage!r}.")
+    if type(zero_stage) is not int or zero_stage not in (0, 1, 2, 3):
+        raise MisconfigurationException(f"zero_stage must be 0, 1, 2 or 3, got {zero_stage!r}.")
     if zero_stage and number == 1:
         raise MisconfigurationException(
             f"zero_stage={zero_stage} divides the optimizer states of a stage among its replicas, but there is only "

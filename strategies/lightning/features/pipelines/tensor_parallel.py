@@ -37,10 +37,9 @@ from strategies.lightning.hooks import Undo, after_backward, overridden_gradient
 from strategies.lightning.model_copies import averaging_callbacks, find_copies
 from strategies.lightning.options import Options
 from strategies.lightning.run import Preparation, Run
-from strategies.optim.restricted import parameters_of
 from strategies.optim.trial import check_by_element
 from strategies.pipeline.state.shelved import put_values
-from strategies.sharding.divided_layers import DividedModel, TensorGroup, check_is_whole
+from strategies.sharding.divided_layers import PlannedModel, TensorGroup, check_is_whole
 from strategies.sharding.single_rank import GroupSeconds, as_single_rank
 
 _DIGESTED = 2**16
@@ -65,7 +64,7 @@ class TensorParallel(Feature):
     def __init__(self, size: int) -> None:
         self._size = size
         self._plan: Mapping[str, str] = {}
-        self._model: DividedModel | None = None
+        self._model: PlannedModel | None = None
         self._group: TensorGroup | None = None
         self._optimizers: Sequence[Optimizer] = ()
 
@@ -145,14 +144,11 @@ class TensorParallel(Feature):
                 for tensor in [*each.parameters(), *each.buffers()]:
                     if not tensor.is_meta:
                         tensor.data.copy_(group.of_first(tensor.data))
-            self._model = DividedModel(model, self._plan, group.rank, group.size, averages)
+            self._model = PlannedModel(model, self._plan, group.rank, group.size, averages)
         rank_zero_info(f"tensor_parallel_size={self._size}: {self._model.described()}.")
         self._optimizers = optimizers
         for optimizer in optimizers:
-            own = self._model.own_states(optimizer, dict(enumerate(_states(optimizer))))
-            for parameter, state in zip(parameters_of(optimizer), own.values(), strict=True):
-                if state:
-                    optimizer.state[parameter] = state
+            self._model.divide_states(optimizer)
         return {"parts": prepared.ranks.parts(prepared.settings.patience_seconds), "divided": self._model}
 
     def begin(self, run: Run) -> Iterable[Undo]:
@@ -213,10 +209,7 @@ class TensorParallel(Feature):
             return
         assert self._group is not None
         for optimizer in self._optimizers:
-            whole = model.whole_states(optimizer, dict(enumerate(_states(optimizer))), self._group)
-            for parameter, state in zip(parameters_of(optimizer), whole.values(), strict=True):
-                if state:
-                    optimizer.state[parameter] = state
+            model.join_states(optimizer, self._group)
         model.restore(self._group)
 
 
@@ -233,10 +226,6 @@ def digest(tree: Any) -> int:
             content = sample.view(torch.uint8).numpy().tobytes()
             found = crc32(content, crc32(repr(leaf.shape).encode(), found))
     return found
-
-
-def _states(optimizer: Optimizer) -> list[dict[str, Any]]:
-    return [optimizer.state.get(parameter, {}) for parameter in parameters_of(optimizer)]
 
 
 def plan_of(model: nn.Module, size: int) -> Mapping[str, str]:

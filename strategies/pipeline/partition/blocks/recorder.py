@@ -52,6 +52,7 @@ from strategies.pipeline.partition.blocks.rows import (
 )
 from strategies.pipeline.stage.layers import Before, is_checkpointing, is_recomputing
 from strategies.pipeline.stage.microbatch.split import pack_objects, unpack_objects
+from strategies.sharding.gathered_layers import alone
 
 FindRows = Callable[[], list[bool] | None]
 """Returns for each entry of the table whether it has rows; ``None`` if the batch cannot be split."""
@@ -385,7 +386,7 @@ class DeferredBlocks:
         self._outer_calls, self._step, self._skipped = [], None, list(outer.ran)
         args, kwargs = unpack_objects(arguments)
         try:
-            with torch.no_grad(), unchanged(outside):
+            with torch.no_grad(), unchanged(outside), alone():
                 outer.repeat(*args, **kwargs)
         except _ReachedLastBlock as reached:
             return reached.recording

@@ -12,7 +12,7 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 from strategies import RPCSequentialStrategy
 from strategies.lightning.features.pipelines.tensor_parallel import TensorParallel, digest, plan_of
 from strategies.pipeline.recovery.repairs import Recovery
-from strategies.sharding.divided_layers import DividedModel
+from strategies.sharding.divided_layers import PlannedModel
 from trainer import Trainer
 
 SMALL: dict[str, Any] = {
@@ -74,7 +74,7 @@ def test_each_process_has_its_share_of_the_parameters(size: int) -> None:
     sizes = {**SMALL, "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(**{**sizes, "num_hidden_layers": 4}))
     whole = sum(parameter.numel() for parameter in model.parameters())
-    DividedModel(model, plan_of(model, size), size - 1, size)
+    PlannedModel(model, plan_of(model, size), size - 1, size)
     assert sum(parameter.numel() for parameter in model.parameters()) < 1.15 * whole / size
 
 

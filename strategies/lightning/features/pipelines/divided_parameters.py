@@ -1,0 +1,122 @@
+"""``zero_stage=3``: the replicas of a stage divide its parameters, with their gradients and optimizer states.
+
+    arguments   values of replica 0 to the other replicas ─▶ each keeps its part of the large parameters and states
+    each pass   replicas with a different number of micro-batches are refused
+    teardown    the parts of all replicas ─▶ whole parameters and states
+
+Only ``fit`` divides parameters. Evaluation outside of it uses the whole model.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from strategies.common.joined_lists import lists_of
+from strategies.lightning.arguments import as_misconfiguration
+from strategies.lightning.compat import MisconfigurationException, rank_zero_info, rank_zero_warn
+from strategies.lightning.features.feature import Feature, PipelineArguments
+from strategies.lightning.features.loss_weights import has_own_weights
+from strategies.lightning.hooks import Undo, overridden_gradient_hooks
+from strategies.lightning.model_copies import averaging_callbacks
+from strategies.lightning.options import Options
+from strategies.lightning.run import Preparation
+from strategies.optim.trial import check_by_element
+from strategies.pipeline.stage.layers import is_compiled
+from strategies.sharding.divided_layers import check_is_whole
+from strategies.sharding.gathered_layers import INSTEAD, GatheredModel, ReplicaGroup
+
+_OPTION = "zero_stage=3"
+
+
+class DividedParameters(Feature):
+    """Divides parameters among the replicas of a stage."""
+
+    options = ("zero_stage",)
+
+    def __init__(self) -> None:
+        self._model: GatheredModel | None = None
+        self._group: ReplicaGroup | None = None
+        self._optimizers: Sequence[Optimizer] = ()
+
+    @classmethod
+    def of(cls, options: Options) -> "DividedParameters | None":
+        """Return the feature if parameters are divided.
+
+        Raises:
+            MisconfigurationException: If another option excludes this one.
+        """
+        if options.zero_stage != 3:
+            return None
+        excluded = {
+            f"tensor_parallel_size={options.tensor_parallel_size}": options.tensor_parallel_size > 1,
+            "recovery": options.recovery is not None,
+            "rebalance": options.rebalance is not None,
+            "gather_on_end=False": options.gather_on_end is False,
+            "schedule='auto'": options.settings.is_auto,
+            "state_dict_type='sharded'": options.state_dict_type == "sharded",
+            f"loss_weight={options.loss_weight!r}": options.loss_weight != "rows",
+            f"microbatch_tokens={options.microbatch_tokens}": options.microbatch_tokens is not None,
+        }
+        for name in [name for name, is_given in excluded.items() if is_given]:
+            raise MisconfigurationException(f"{name} does not work with {_OPTION} yet. {INSTEAD}")
+        return cls()
+
+    def check(self, prepared: Preparation) -> None:
+        """Check what does not work with divided parameters."""
+        model = prepared.model
+        check_is_whole(model)
+        if not prepared.is_fitting:
+            return
+        excluded = {
+            f"{type(model).__name__}.microbatch_weight": has_own_weights(model),
+            "a model with compiled modules (torch.compile)": any(map(is_compiled, model.modules())),
+            **{type(callback).__name__: True for callback in averaging_callbacks(prepared.trainer)},
+        }
+        for name in [name for name, is_given in excluded.items() if is_given]:
+            raise MisconfigurationException(f"{name} does not work with {_OPTION} yet. {INSTEAD}")
+        if hooks := overridden_gradient_hooks(prepared.trainer, model):
+            rank_zero_warn(
+                f"{', '.join(hooks)}: under {_OPTION} each replica has its part of the gradients of divided "
+                "parameters. To clip, use self.trainer.strategy.clip_grad_norm_(max_norm)."
+            )
+
+    def prepare(self, prepared: Preparation) -> Iterable[Undo]:
+        """Make the parameters whole at the end."""
+        yield lambda: self._end(failed=prepared.trainer.interrupted)
+
+    def arguments(self, prepared: Preparation, optimizers: Sequence[Optimizer]) -> PipelineArguments:
+        """Divide the model and the states of the optimizers."""
+        if not prepared.is_fitting:
+            return {}
+        model: Any = prepared.model
+        world = torch.distributed.group.WORLD
+        assert world is not None
+        group = self._group = ReplicaGroup(world)
+        with as_misconfiguration():
+            for optimizer in optimizers:
+                check_by_element(optimizer, _OPTION, "zero_stage=2")
+            for tensor in [*model.parameters(), *model.buffers()]:
+                if not tensor.is_meta:
+                    tensor.data.copy_(group.of_first(tensor.data))
+            self._model = GatheredModel(model, chain(*lists_of(prepared.module)), group.rank, group.size)
+        rank_zero_info(f"{_OPTION}: {self._model.described()}.")
+        self._optimizers = optimizers
+        for optimizer in optimizers:
+            self._model.divide_states(optimizer)
+        return {"divided": self._model}
+
+    def _end(self, *, failed: bool) -> None:
+        """Make model and optimizers whole again. After an error, other replicas may have ended."""
+        model, self._model = self._model, None
+        if model is None:
+            return
+        if failed:
+            model.restore(None)
+            return
+        assert self._group is not None
+        for optimizer in self._optimizers:
+            model.join_states(optimizer, self._group)
+        model.restore(self._group)
