@@ -5,6 +5,7 @@ running this script once more.
 """
 
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from transformers import (
 from strategies import RPCSequentialStrategy
 from trainer import Trainer
 
+warnings.filterwarnings("always", "the pipelines of tensor_parallel_size have computed")  # scripts ignore others
 WORDS, WIDTH, LENGTH, ROWS, GLOBAL_BATCH = 32, 16, 6, 24, 8
 SETTINGS: dict[str, Any] = {
     "precision": "64-true",
@@ -110,6 +112,13 @@ class ClippedByHand(Language):
         nn.utils.clip_grad_norm_(self.parameters(), 0.01)
 
 
+class Penalised(Language):
+    """Adds a norm of a weight, of which each pipeline has its part, to the loss."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + self.model.model.layers[0].mlp.up_proj.weight.norm()
+
+
 class WithPlan(Language):
     """A model without a plan of its own: GPT-2, or BERT."""
 
@@ -152,6 +161,7 @@ MODELS: dict[str, Callable[[], Language]] = {
     "bert": bert,
     "dropout": lambda: gpt2(0.1),
     "clipped by hand": lambda: ClippedByHand(LlamaForCausalLM(LlamaConfig(**GROUPED))),
+    "penalised": lambda: Penalised(LlamaForCausalLM(LlamaConfig(**GROUPED))),
     "summed twice": lambda: SummedTwice(LlamaForCausalLM(LlamaConfig(**GROUPED))),
     "mixtral": lambda: Language(
         MixtralForCausalLM(MixtralConfig(**GROUPED, num_local_experts=4, experts_implementation="eager"))

@@ -71,21 +71,29 @@ def test_two_parts_of_two_stages() -> None:
     run(compared, 2, 2, 1, ["llama", "tied", "qwen3", "gpt2", "bert", "accumulated", "resumed"], timeout_seconds=390)
 
 
-def failing(case: str) -> str:
+DIFFERENT_LOSSES = "have computed different losses from one batch"
+
+
+def told(case: str, fails: bool = True) -> str:
     with tempfile.TemporaryDirectory() as name:
         script = Script(job.__file__, name, "1", "2", "1", case, stderr=subprocess.PIPE)
         _, said = script.communicate(timeout=100)
-        assert script.returncode
+        assert bool(script.returncode) == fails, said
         return str(said)
 
 
+def test_a_loss_that_depends_on_a_part() -> None:
+    assert DIFFERENT_LOSSES in run(told, "penalised", False, timeout_seconds=110)
+    assert DIFFERENT_LOSSES not in run(told, "llama", False, timeout_seconds=110)
+
+
 def test_a_norm_of_parts() -> None:
-    said = run(failing, "clipped by hand", timeout_seconds=110)
+    said = run(told, "clipped by hand", timeout_seconds=110)
     assert "of which each has the whole, to different values." in said
 
 
 def test_a_plan_that_sums_whole_gradients() -> None:
-    said = run(failing, "summed twice", timeout_seconds=110)
+    said = run(told, "summed twice", timeout_seconds=110)
     assert (
         "gives a LlamaRMSNorm the style 'replicated_with_grad_allreduce', which is for a layer whose input is" in said
     )

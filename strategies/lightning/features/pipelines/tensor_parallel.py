@@ -9,6 +9,7 @@ In between, everything that follows a parameter (messages, optimizers, averages)
 and checkpoints are those of whole parameters.
 """
 
+import math
 from binascii import crc32
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -67,6 +68,7 @@ class TensorParallel(Feature):
         self._model: PlannedModel | None = None
         self._group: TensorGroup | None = None
         self._optimizers: Sequence[Optimizer] = ()
+        self._has_compared_losses = False
 
     @classmethod
     def of(cls, options: Options) -> "TensorParallel | None":
@@ -152,7 +154,8 @@ class TensorParallel(Feature):
         return {"parts": prepared.ranks.parts(prepared.settings.patience_seconds), "divided": self._model}
 
     def begin(self, run: Run) -> Iterable[Undo]:
-        """Check that all pipelines get the same batches, and compute the same in the first backward pass."""
+        """Check that all pipelines get the same batches, and compute the same in the first step."""
+        self._has_compared_losses = False
         for name in ("training_step", "validation_step", "test_step", "predict_step"):
             yield replaced(run.ranks, name, partial(self._with_equal_batches, name, getattr(run.ranks, name)))
         has_checked = False
@@ -197,7 +200,25 @@ class TensorParallel(Feature):
                 "fixed seed (seed_everything), and count ranks with trainer.global_rank and trainer.world_size, which "
                 "are those of the replicas."
             )
-        return step(*args, **kwargs)
+        output = step(*args, **kwargs)
+        if name == "training_step" and not self._has_compared_losses:
+            self._has_compared_losses = True
+            self._compare_losses(output)
+        return output
+
+    def _compare_losses(self, output: Any) -> None:
+        """Warn if the pipelines have computed different losses, so that a term of the loss depends on a part."""
+        assert self._group is not None
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if not isinstance(loss, Tensor):
+            return
+        losses = [float(own) for own in self._group.parts(loss.detach().double())]
+        if len(set(losses)) > 1 and all(map(math.isfinite, losses)):
+            rank_zero_warn(
+                f"the pipelines of tensor_parallel_size have computed different losses from one batch: {losses}. A "
+                "term of the loss seems to use a divided weight, of which each pipeline has its part, such as a "
+                "penalty on weights. Use weight_decay of the optimizer, or leave the layer out of the plan."
+            )
 
     def _end(self, *, failed: bool) -> None:
         """Make model and optimizers whole again. After an error, other pipelines may have ended."""
