@@ -295,6 +295,12 @@ is_functorch_active: Callable[[], bool] = torch._C._are_functorch_transforms_act
 top_saved_tensors_hooks: Callable[[], Any] = partial(torch._C._autograd._top_saved_tensors_default_hooks, False)
 """Returns the innermost pair of ``saved_tensors_hooks``; ``None`` if there is none."""
 
+gather_base: Callable[[ProcessGroup, Tensor, Tensor], dist.Work] = ProcessGroup._allgather_base
+"""Gathers tensors of one size, one after the other, in the first tensor.
+
+``all_gather_into_tensor`` needs a default process group.
+"""
+
 pop_saved_tensors_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
 push_saved_tensors_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_saved_tensors_default_hooks
 

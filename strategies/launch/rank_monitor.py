@@ -5,7 +5,7 @@ rank 0   main thread     in a call of the Trainer ──▶ a connection is lost
                                  ▲
 rank > 0                 write what they do to memory of rank 0
 
-The workers of a pipeline are no ranks: :mod:`strategies.pipeline.control.client` notices that one is lost.
+The workers of a pipeline are not ranks: :mod:`strategies.pipeline.control.client` detects the loss of a worker.
 """
 
 import os

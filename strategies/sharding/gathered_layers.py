@@ -25,9 +25,11 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from strategies.common.torch_compat import (
+    gather_base,
     gradient_hooks,
     top_saved_tensors_hooks,
     tree_leaves,
+    version_of,
     without_torch_function,
 )
 from strategies.sharding.divided_layers import (
@@ -49,7 +51,7 @@ class ReplicaGroup(TensorGroup):
         """Return the tensors of all replicas, of shape ``[n]``, one after the other: ``[size * n]``."""
         message = tensor.detach().cpu().contiguous()
         received = message.new_empty(self.size * len(message))
-        work = self._group._allgather_base(_bytes(received), _bytes(message))
+        work = gather_base(self._group, _bytes(received), _bytes(message))
         self._wait(work.wait)
         return received.to(tensor.device)
 
@@ -156,7 +158,7 @@ def agree(event: Event, value: float) -> None:
             continue
         theirs = Event(int(other[0]))
         if theirs is not event:
-            why = f"this replica comes to {_NAMES[event]} where replica {number} comes to {_NAMES[theirs]}"
+            why = f"this replica reached {_NAMES[event]}, while replica {number} reached {_NAMES[theirs]}"
         elif event is Event.PASS:
             why = f"this replica has {value:g} micro-batches where replica {number} has {other[1]:g}"
         elif event is Event.RELEASE:
@@ -309,7 +311,7 @@ class _View:
 
     def gathered(self) -> Tensor:
         """Return the view. All replicas of the stage call this."""
-        if self.parameter._version != self.version:
+        if version_of(self.parameter) != self.version:
             raise RuntimeError(
                 f"zero_stage=3: {self.divided.name} of shape {list(self.divided.part.shape)} has changed since the "
                 "forward pass whose gradients are computed. Step optimizers after the backward pass."
@@ -318,8 +320,35 @@ class _View:
         return whole.as_strided(self.size, self.stride, self.offset)
 
 
-def _unpacked(kept: Any) -> Any:
-    return kept.gathered() if isinstance(kept, _View) else kept
+@dataclass(frozen=True)
+class _Kept:
+    """Another tensor that autograd keeps. Autograd does not check changes of what hooks have packed."""
+
+    tensor: Tensor
+    version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "_Kept":
+        """Keep a tensor without its graph: it may be an output, which would refer to itself."""
+        return cls(tensor.detach(), version_of(tensor))
+
+    def gathered(self) -> Tensor:
+        """Return the tensor.
+
+        Raises:
+            RuntimeError: If it has changed, as autograd raises it.
+        """
+        if version_of(self.tensor) != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"tensor of shape {list(self.tensor.shape)} is at version {version_of(self.tensor)}; expected version "
+                f"{self.version} instead"
+            )
+        return self.tensor
+
+
+def _unpacked(kept: _View | _Kept) -> Tensor:
+    return kept.gathered()
 
 
 class GatheredLayer(DividedLayer):
@@ -334,8 +363,10 @@ class GatheredLayer(DividedLayer):
         self._description, self._divided = description, divided
         self._depth = 0
         """How many calls of the layer are in progress, if it calls itself."""
-        self._whole: list[tuple[nn.Module, _Divided, nn.Parameter, Tensor, int]] = []
-        """For each parameter that is whole now: its holder, the part, and the whole with its count of changes."""
+        self._whole: list[tuple[nn.Module, _Divided, nn.Parameter, Tensor, tuple[int, int]]] = []
+        """For each parameter that is whole now: its holder, the part, the whole, and :func:`_state_of` the whole."""
+        self._compared: set[bool] = set()
+        """The modes in which values have been compared after a call. ``Tensor.data`` counts no changes."""
         self._keeping: saved_tensors_hooks | None = None
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -348,20 +379,23 @@ class GatheredLayer(DividedLayer):
             parameter = cast(nn.Parameter, holder._parameters[divided.name])
             assert parameter.is_meta or is_part(parameter), "the averages over replicas would not leave it out"
             whole = cast(Tensor, _Gathered.apply(parameter, divided))
-            self._whole.append((holder, divided, parameter, whole, whole._version))
+            self._whole.append((holder, divided, parameter, whole, _state_of(whole)))
             holder._parameters[divided.name] = cast(Any, whole)
             views[whole.untyped_storage().data_ptr()] = divided, parameter
+
+        others = top_saved_tensors_hooks()
+        is_nested = others is not None and others[1] is _unpacked
 
         def packed(tensor: Tensor) -> Any:
             found = views.get(tensor.untyped_storage().data_ptr()) if tensor.layout is torch.strided else None
             if found is None or tensor.dtype != found[1].dtype or tensor.is_meta:
-                return tensor.detach()  # the tensor itself may be an output, which would refer to itself
+                return others[0](tensor) if is_nested else _Kept.of(tensor)
             divided, parameter = found
             place = tensor.size(), tensor.stride(), int(tensor.storage_offset())
-            return _View(divided, parameter, parameter._version, *place)
+            return _View(divided, parameter, version_of(parameter), *place)
 
         # Within torch.utils.checkpoint, the whole forward pass is repeated, and its hooks keep nothing.
-        if torch.is_grad_enabled() and top_saved_tensors_hooks() is None:
+        if torch.is_grad_enabled() and (others is None or is_nested):
             self._keeping = saved_tensors_hooks(packed, _unpacked)
             self._keeping.__enter__()
         return args, kwargs
@@ -374,9 +408,14 @@ class GatheredLayer(DividedLayer):
         if keeping is not None:
             keeping.__exit__()
         swapped, self._whole = self._whole, []
-        has_changed = False
-        for holder, divided, parameter, whole, version in swapped:
-            has_changed |= holder._parameters.get(divided.name) is not whole or whole._version != version
+        has_changed, compares = False, module.training not in self._compared and output is not None
+        if compares:
+            self._compared.add(module.training)
+        for holder, divided, parameter, whole, state in swapped:
+            has_changed |= holder._parameters.get(divided.name) is not whole or _state_of(whole) != state
+            if compares and not has_changed and not whole.is_meta:
+                group = replica_group()
+                has_changed = not torch.equal(divided.part.of(whole.detach(), group.rank, group.size), parameter.data)
             holder._parameters[divided.name] = parameter
         if has_changed and output is not None:
             raise RuntimeError(
@@ -384,6 +423,11 @@ class GatheredLayer(DividedLayer):
                 f"of the parts of all replicas. {INSTEAD}"
             )
         return output
+
+
+def _state_of(whole: Tensor) -> tuple[int, int]:
+    """Return the count of changes of a tensor and the address of its values, which ``Tensor.data`` may replace."""
+    return version_of(whole), whole.untyped_storage().data_ptr()
 
 
 # Models

@@ -51,6 +51,15 @@ class ClusterNet(pl.LightningModule):
         self.log("train", loss, on_epoch=True, on_step=True, sync_dist=True)
         return loss
 
+    def tensor_parallel_plan(self) -> dict[str, str]:
+        """The styles of the layers with tensor_parallel_size=2."""
+        return {
+            "before": "colwise_gather_output",
+            "sequential_module.0": "colwise_gather_output",
+            "sequential_module.5": "rowwise_split_input",
+            "sequential_module.7": "colwise_gather_output",
+        }
+
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 

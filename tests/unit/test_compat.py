@@ -80,6 +80,7 @@ _IN_TORCH_COMPAT = {
     "torch.distributed.distributed_c10d._get_default_group": "use the default process group",
     "torch.distributed.distributed_c10d._get_default_store": "notice the end of rank 0",
     "torch.distributed.ProcessGroup._get_backend": "read the time-out of a group",
+    "torch.distributed.ProcessGroup._allgather_base": "gather a weight over a private process group, without copies",
     "torch.distributed.ProcessGroup._set_default_backend": "connect a private process group",
     "torch.distributed.ProcessGroup._register_backend": "connect a private process group",
     "torch.distributed.ProcessGroupGloo._set_default_timeout": "set the time-out of a private process group",

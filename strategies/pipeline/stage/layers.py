@@ -17,6 +17,7 @@ autograd graph of a ``Pipe`` in one process.
 
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -297,20 +298,25 @@ class Flags:
             parameter.requires_grad_(trained)
 
 
-KeptBuffers: TypeAlias = dict[tuple[nn.Module, str], Tensor]
+KeptBuffers: TypeAlias = dict[tuple[nn.Module, str], Tensor | None]
 """For buffers of layers, by module and name, the values with which a forward pass has begun."""
+
+_SMALL_BYTES = 2**16
+"""Buffers of at most this size are copied before each forward pass that runs again."""
 
 
 class ChangedBuffers:
     """Keeps the values of buffers that layers change in forward passes, because these passes run again.
 
-    A buffer is copied before each forward pass until a pass in the same mode has shown that it does not change.
+    A buffer is copied before each forward pass until a pass in the same mode has shown that it does not change. A small
+    one is always copied, because it may change in some passes only.
     """
 
     def __init__(self) -> None:
         self._places: list[tuple[nn.Module, str]] = []
         self._unchanged: set[tuple[nn.Module, str, bool]] = set()
-        """The buffers that did not change in a forward pass, each with the mode of its module."""
+        """The buffers that no forward pass has changed so far, each with the mode of its module."""
+        self._changing: set[tuple[nn.Module, str, bool]] = set()
 
     def search(self, modules: Iterable[nn.Module]) -> None:
         """Find the buffers of these modules."""
@@ -326,28 +332,46 @@ class ChangedBuffers:
     def kept(self) -> Iterator[KeptBuffers]:
         """Context of a forward pass. When it ends, the values contain the buffers that the pass has changed."""
         values: KeptBuffers = {}
+        copies: dict[int, Tensor] = {}
         before = []
         for module, name in self._places:
-            if (value := module._buffers[name]) is not None:
-                is_copied = (module, name, module.training) not in self._unchanged
-                copy = value.detach().clone() if is_copied else None
-                before.append((module, name, module.training, value, num_changes(value), copy))
+            key, value = (module, name, module.training), module._buffers[name]
+            if value is not None and (key not in self._unchanged or value.nbytes <= _SMALL_BYTES):
+                copies.setdefault(id(value), value.detach().clone())
+            before.append((key, value, None if value is None else num_changes(value)))
         yield values
-        for module, name, mode, value, version, copy in before:
-            if module._buffers.get(name) is value and num_changes(value) == version:
-                self._unchanged.add((module, name, mode))
+        for key, value, version in before:
+            module, name, _ = key
+            copy = None if value is None else copies.get(id(value))
+            has_changed = module._buffers.get(name) is not value
+            if value is not None and not has_changed:
+                has_changed = num_changes(value) != version
+                if not has_changed and copy is not None and key not in self._unchanged and key not in self._changing:
+                    has_changed = not torch.equal(copy, value)  # Tensor.data counts no changes
+                has_changed |= key in self._changing
+            if not has_changed:
+                self._unchanged.add(key)
                 continue
-            self._unchanged.discard((module, name, mode))
-            if copy is not None:
+            self._unchanged.discard(key)
+            self._changing.add(key)
+            if value is None or copy is not None:
                 values[module, name] = copy
+            else:
+                warnings.warn(
+                    f"{type(module).__name__} has changed its buffer {name!r} in a forward pass, but not in earlier "
+                    "ones. The recomputation of this micro-batch begins with the new value and changes it again; that "
+                    "of later ones does not. checkpoint='never' recomputes nothing.",
+                    stacklevel=1,
+                )
 
 
 @contextmanager
 def with_buffers(values: KeptBuffers) -> Iterator[None]:
     """Context in which layers have copies of these buffers, which they may change."""
     now = {(module, name): module._buffers[name] for module, name in values}
+    copies = {id(value): value.clone() for value in values.values() if value is not None}
     for (module, name), value in values.items():
-        module._buffers[name] = value.clone()
+        module._buffers[name] = None if value is None else copies[id(value)]
     try:
         yield
     finally:

@@ -150,7 +150,7 @@ class Stage:
         self.recomputed: frozenset[tuple[int, int]] = frozenset()
         """The micro-batch and the chunk of each forward pass of the last row with forward passes that runs again."""
         self._found_for: tuple[Row, str] | None = None
-        """The row, and which micro-batches are recomputed, for which this has been found."""
+        """The row, and which micro-batches are recomputed, for which :attr:`recomputed` was computed."""
         self.recorder: ActionRecorder | None = None
         """Records what the stage does; ``None`` while nothing is recorded."""
 

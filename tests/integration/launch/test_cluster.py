@@ -120,6 +120,8 @@ def assert_equal(found: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
     [
         pytest.param(pipeline(), id="four stages"),
         pytest.param(pipeline(data_parallel_size=2, schedule="1f1b"), id="two replicas"),
+        pytest.param(pipeline(tensor_parallel_size=2), id="two parts"),
+        pytest.param(pipeline(data_parallel_size=2, zero_stage=3), id="divided parameters"),
         pytest.param("ddp", id="ddp"),
         pytest.param("zero", id="zero"),
     ],

@@ -329,13 +329,21 @@ def beside_rebalancing() -> list[dict[str, float]]:
 def test_records_are_those_of_their_step_beside_rebalancing() -> None:
     """The strategy records every batch too, and layers move at the end of one batch and at the start of another one."""
 
+    def slow_steps(rows: list[dict[str, float]]) -> list[float]:
+        least = 1e3 * MICROBATCHES * SLOW_SECONDS
+        return [row["step"] for row in rows if row["pipeline/stage_0/forward_ms"] >= least]
+
+    def measure() -> list[dict[str, float]]:
+        rows: list[dict[str, float]] = run(beside_rebalancing)
+        assert SLOW_STEP in slow_steps(rows)
+        return rows
+
     def check_times(rows: list[dict[str, float]]) -> None:
-        slow = [row["step"] for row in rows if row["pipeline/stage_0/forward_ms"] >= 1e3 * MICROBATCHES * SLOW_SECONDS]
-        assert slow == [SLOW_STEP]
+        assert slow_steps(rows) == [SLOW_STEP]
         for row in rows:
             assert row["pipeline/step_ms"] < (500 if row["step"] != 1 else 5000), row
 
-    rows = until_undisturbed(lambda: run(beside_rebalancing), check_times)
+    rows = until_undisturbed(measure, check_times)
     assert [row["step"] for row in rows] == [1, 3, 5, 7]
     for row in rows:
         assert all(row[f"pipeline/{name}/forward_ms"] > 0 for name in ("stage_0", "driver")), row
@@ -383,7 +391,8 @@ def unbalanced() -> None:
         def check(lines: list[str], name: str = name, expected: list[str] = expected) -> None:
             assert len(lines) == len(expected) and all(map(re.match, expected, lines)), (name, lines)
 
-        until_undisturbed(partial(told_of, name, number), check, times=5)
+        for _ in range(1 if expected else 2):  # nothing is told twice, so that it is no chance
+            until_undisturbed(partial(told_of, name, number), check)
 
 
 def test_imbalance_is_told_once() -> None:

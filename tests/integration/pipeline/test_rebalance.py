@@ -60,8 +60,8 @@ def trained(
     return outcome, becomes_slow.balances, lines
 
 
-MOST_EPOCHS = 6
-"""Layers move after epoch 1, or later if something else kept the machine busy while batches were recorded."""
+MOST_EPOCHS = 5
+"""Layers move after epoch 1, or one or two epochs later if other work kept the machine busy in recorded batches."""
 
 
 def relieved(schedule: str, slow: int) -> None:
@@ -89,7 +89,7 @@ def relieved(schedule: str, slow: int) -> None:
     [pytest.param("1f1b", 0, marks=pytest.mark.slow), pytest.param("gpipe", 1, marks=pytest.mark.nightly)],
     ids=["1f1b", "gpipe"],
 )
-def test_a_slow_process_is_relieved_at_the_end_of_the_epoch(schedule: str, slow: int) -> None:
+def test_a_slow_process_is_relieved_at_the_end_of_an_epoch(schedule: str, slow: int) -> None:
     run(relieved, schedule, slow)
 
 

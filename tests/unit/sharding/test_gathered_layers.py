@@ -179,6 +179,42 @@ def test_no_whole_weight_is_kept_for_the_backward_pass() -> None:
     out.sum().backward()
 
 
+class Nested(nn.Linear):
+    """Has a weight itself, and a layer with another one."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.inner(x).tanh())
+
+
+def test_no_whole_weight_of_a_nested_layer_is_kept_for_the_backward_pass() -> None:
+    layer, kept = Nested(), list[StorageWeakRef]()
+    divided(Net(layer))
+    for each in (layer, layer.inner):
+        each.register_forward_pre_hook(lambda module, _: kept.append(StorageWeakRef(module.weight.untyped_storage())))
+    out = layer(torch.randn(2, 4, requires_grad=True))
+    assert [each.expired() for each in kept] == [True, True]
+    out.sum().backward()
+
+
+class ChangesActivation(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x).sigmoid()
+        return y.add_(1) * 2
+
+
+def test_a_changed_activation_is_noticed() -> None:
+    layer = ChangesActivation(4, 4)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        layer(torch.randn(2, 4)).sum().backward()
+    divided(Net(layer))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        layer(torch.randn(2, 4)).sum().backward()
+
+
 def test_outputs_that_autograd_keeps_are_freed() -> None:
     layer = Convolved()
     divided(Net(layer))
@@ -254,14 +290,24 @@ def test_a_penalty_on_weights_is_refused() -> None:
 
 
 class Changing(nn.Linear):
+    def __init__(self, way: str) -> None:
+        super().__init__(4, 4)
+        self.way = way
+
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
-            self.weight.clamp_(-0.1, 0.1)
+            if self.way == "in place":
+                self.weight.clamp_(-0.1, 0.1)
+            elif self.way == "data in place":
+                self.weight.data.clamp_(-0.1, 0.1)
+            else:
+                self.weight.data = torch.renorm(self.weight.data, 2, 0, 0.1)
         return super().forward(x)
 
 
-def test_a_layer_that_changes_its_weights_is_refused() -> None:
-    model = Net(Changing(4, 4))
+@pytest.mark.parametrize("way", ["in place", "data in place", "other data"])
+def test_a_layer_that_changes_its_weights_is_refused(way: str) -> None:
+    model = Net(Changing(way))
     divided(model, size=2)
     with pytest.raises(RuntimeError, match=r"blocks.0 changes its weights in its forward function"), torch.no_grad():
         model(torch.randn(2, 4))
@@ -323,7 +369,7 @@ class Differing(AbsentReplicas):
     "event, value, said",
     [
         (Event.PASS, 3.0, "this replica has 4 micro-batches where replica 1 has 3"),
-        (Event.GATHER, 4.0, "this replica comes to the next pass where replica 1 comes to the use of a layer"),
+        (Event.GATHER, 4.0, "this replica reached the next pass, while replica 1 reached the use of a layer"),
     ],
     ids=str,
 )

@@ -1,17 +1,17 @@
-"""Which layers need a seed, and whether the settings of a pass are those of the thread."""
+"""Which layers need a seed, whether the settings of a pass are those of the thread, and which buffers are kept."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
 
 import pytest
 import torch
 from harness import run
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from strategies.common.random_seeds import draws_nothing
-from strategies.pipeline.stage.layers import PassContext
+from strategies.pipeline.stage.layers import ChangedBuffers, PassContext, with_buffers
 
 
 class OwnLinear(nn.Linear):
@@ -176,3 +176,61 @@ def test_settings_arrive_on_workers_and_go_again() -> None:
     arrived, is_as_before = run(in_a_worker, list(SETTINGS))
     assert dict(zip(SETTINGS, arrived, strict=True)) == dict.fromkeys(SETTINGS, True)
     assert is_as_before
+
+
+class Counts(nn.Module):
+    """Changes its buffers in each forward pass whose number is a multiple of ``every``.
+
+    Args:
+        way: How.
+        every: In which passes.
+        size: Of the buffer.
+    """
+
+    def __init__(self, way: str, every: int = 1, size: int = 4) -> None:
+        super().__init__()
+        self.way, self.every, self.passes = way, every, 0
+        self.register_buffer("count", None if way == "set" else torch.ones(size))
+        self.register_buffer("same", self.count)
+
+    def forward(self) -> Tensor:
+        self.passes += 1
+        if self.passes % self.every == 0:
+            if self.way == "in place":
+                self.count.mul_(2)
+            elif self.way == "data":
+                self.count.data.mul_(2)
+            elif self.way == "replaced":
+                self.count = self.count * 2
+            elif self.count is None:
+                self.count = torch.ones(4)
+        if self.same is not None and self.way != "replaced":
+            assert self.same is self.count
+        return torch.zeros(()) if self.count is None else self.count.sum()
+
+
+@pytest.mark.parametrize(
+    ("way", "every"), [("in place", 1), ("in place", 3), ("data", 1), ("replaced", 1), ("replaced", 3), ("set", 1)]
+)
+def test_a_forward_pass_that_runs_again_gives_the_same_and_changes_no_buffer(way: str, every: int) -> None:
+    """Two buffers that share a tensor share it again."""
+    layer, kept = Counts(way, every), ChangedBuffers()
+    kept.search(layer.modules())
+    for _ in range(7):
+        with kept.kept() as values:
+            first = layer()
+        after = None if layer.count is None else layer.count.clone()
+        layer.passes -= 1
+        with with_buffers(values):
+            assert torch.equal(layer(), first)
+        assert (layer.count is None) if after is None else torch.equal(layer.count, after)
+
+
+def test_a_large_buffer_that_changes_late_is_told() -> None:
+    layer, kept = Counts("in place", every=3, size=2**16), ChangedBuffers()
+    kept.search(layer.modules())
+    for number in range(1, 10):
+        told = pytest.warns(UserWarning, match="Counts has changed its buffer 'count'")
+        with told if number == 3 else nullcontext(), kept.kept() as values:
+            layer()
+        assert set(values) == ({(layer, "count"), (layer, "same")} if number > 3 else set())

@@ -259,7 +259,7 @@ def test_a_blocked_process_gives_up_when_another_one_has_failed(library: Library
         else:
             first.abort()
         with pytest.raises(PeerFailed, match="abandoned"):
-            blocked.result(60)
+            blocked.result(10)
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
