@@ -176,11 +176,17 @@ class CountsPhases(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("counts", torch.zeros(2))
+        self.counts = torch.zeros(2)  # no buffer, which a recomputation would not change
 
     def forward(self, x: Tensor) -> Tensor:
         self.counts += torch.tensor([is_checkpointing(), is_recomputing()])
         return x
+
+    def get_extra_state(self) -> Tensor:
+        return self.counts
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.counts = state
 
 
 def partitions() -> dict[str, Any]:
@@ -193,7 +199,7 @@ def partitions() -> dict[str, Any]:
         {
             "partitions.0.0.weight": state["0.weight"],
             "partitions.0.0.bias": state["0.bias"],
-            "partitions.0.1.counts": torch.zeros(2),
+            "partitions.0.1._extra_state": torch.zeros(2),
             "partitions.1.0.weight": state["2.weight"],
             "partitions.1.0.bias": state["2.bias"],
         }
@@ -205,7 +211,7 @@ def partitions() -> dict[str, Any]:
     pipe.partitions[0].register_forward_hook(lambda module, args, output: shapes.append(tuple(output.shape)))
     pipe(torch.rand(3, 2)).local_value().sum().backward()
     found["shapes"] = shapes
-    found["phases"] = pipe.state_dict()["1.counts"].tolist()
+    found["phases"] = pipe.state_dict()["1._extra_state"].tolist()
     pipe.partitions[1].register_forward_hook(lambda module, args, output: None)
     found["hook elsewhere"] = raised(lambda: pipe(torch.rand(3, 2)))
     return found
