@@ -13,7 +13,7 @@ by torch's clipping and its fused optimizers, and they need torch's default proc
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal, Protocol, cast
@@ -433,6 +433,13 @@ class DividedModel:
         for undo in self._undo:
             undo()
         self._undo = []
+
+    def end(self, optimizers: Iterable[Optimizer], group: TensorGroup | None) -> None:
+        """Make the states of the optimizers whole, and then the parameters; see :meth:`restore`."""
+        if group is not None:
+            for optimizer in optimizers:
+                self.join_states(optimizer, group)
+        self.restore(group)
 
     def restore(self, group: TensorGroup | None) -> None:
         """Remove the hooks, and make the parameters whole again.

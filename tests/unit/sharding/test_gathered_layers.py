@@ -342,14 +342,22 @@ def test_layers_travel_with_their_hooks() -> None:
     assert torch.equal(layer(x), model(x))
 
 
+class Alone(AbsentReplicas):
+    """One replica, which has all parts."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+
+    def parts(self, tensor: Tensor) -> list[Tensor]:
+        return [tensor]
+
+
 def test_the_model_is_whole_again() -> None:
     model = Net(nn.Linear(4, 4))
     before = copy.deepcopy(model.state_dict())
     parameter = model.blocks[0].weight
     own = divided(model)
-    group = AbsentReplicas(0, 1)
-    group.parts = lambda tensor: [tensor]  # type: ignore[method-assign]
-    own.restore(group)
+    own.restore(Alone())
     assert model.blocks[0].weight is parameter and type(parameter) is nn.Parameter
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     connect(None)

@@ -111,12 +111,5 @@ class DividedParameters(Feature):
     def _end(self, *, failed: bool) -> None:
         """Make model and optimizers whole again. After an error, other replicas may have ended."""
         model, self._model = self._model, None
-        if model is None:
-            return
-        if failed:
-            model.restore(None)
-            return
-        assert self._group is not None
-        for optimizer in self._optimizers:
-            model.join_states(optimizer, self._group)
-        model.restore(self._group)
+        if model is not None:
+            model.end(self._optimizers, None if failed else self._group)
