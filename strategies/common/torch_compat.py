@@ -124,9 +124,9 @@ without_torch_function = torch._C.DisableTorchFunctionSubclass
 """A context manager in which ``__torch_function__`` of tensor subclasses is not called."""
 
 
-def wrapper_of(kind: type[Tensor], like: Tensor, device: torch.device) -> Any:
-    """Return a tensor of a subclass, without storage, with the shape and dtype of ``like``."""
-    return Tensor._make_wrapper_subclass(kind, like.shape, dtype=like.dtype, device=device)
+def wrapper_of(kind: type[Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
+    """Return a tensor of a subclass, without storage."""
+    return Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)
 
 
 def norms_of(tensors: list[Tensor], norm_type: float) -> tuple[Tensor, ...]:

@@ -24,7 +24,7 @@ import pickle
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -37,6 +37,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from strategies.common.errors import PeerFailed, PeerSilent
+from strategies.common.nesting import Unusual, filled, structure_of
 from strategies.common.torch_compat import (
     cpu_backend,
     profiler_is_on,
@@ -99,40 +100,6 @@ _MAX_VIEWED = 16
 _let_others_run: Callable[[], None] = getattr(os, "sched_yield", partial(time.sleep, 0))
 
 
-_VALUES = frozenset([type(None), bool, int, str, bytes])
-"""Types whose objects are interchangeable if they are equal and have exactly the same type."""
-
-
-class _Unusual(Exception):
-    """Raised if a value has parts that only its pickled layout describes."""
-
-
-def _structure(value: Any, tensors: list[Tensor]) -> tuple[Any, ...]:
-    """Return a description of ``value`` that is equal for two values if and only if their layouts are.
-
-    Args:
-        value: The value.
-        tensors: The tensors of the value are appended to this list, in the order of leaves of a pytree.
-
-    Raises:
-        _Unusual: If the value has parts other than tensors, tuples, lists, dicts and plain values.
-    """
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return value.shape, value.dtype
-    kind = type(value)
-    if kind is tuple or kind is list:
-        return kind, *[_structure(part, tensors) for part in value]
-    if kind in _VALUES:
-        return kind, value
-    if kind is float:
-        return kind, struct.pack("d", value)  # -0.0 equals 0.0, and no NaN equals any
-    if kind is dict and all(type(key) in _VALUES for key in value):
-        keys = [(type(key), key) for key in value]
-        return kind, *keys, *[_structure(part, tensors) for part in value.values()]
-    raise _Unusual
-
-
 def _described(value: Any, requires_grad: Iterable[bool]) -> Any:
     """Return ``value`` with a :class:`TensorLayout` in place of each tensor."""
     flags = iter(requires_grad)
@@ -183,7 +150,7 @@ class Layout:
     """
 
     def __init__(self, tree: Any, small_bytes: int) -> None:
-        self.tree, self._is_plain = tree, _is_plain(tree)
+        self.tree = tree
         self.tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, TensorLayout)]
         self._sizes = [math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in self.tensors]
         self._starts, end = _places(self._sizes)
@@ -209,32 +176,7 @@ class Layout:
     def filled(self, tensors: Iterable[Tensor]) -> Any:
         """Return a value of this layout that consists of these tensors."""
         ahead = iter(tensors)
-        if self._is_plain:
-            return _filled(self.tree, ahead)
-        return tree_map(lambda leaf: next(ahead) if isinstance(leaf, TensorLayout) else leaf, self.tree)
-
-
-def _is_plain(tree: Any) -> bool:
-    kind = type(tree)
-    if kind is tuple or kind is list:
-        return all(map(_is_plain, tree))
-    if kind is dict:
-        return all(map(_is_plain, tree.values()))
-    return kind is TensorLayout or kind is float or kind in _VALUES
-
-
-def _filled(tree: Any, tensors: Iterator[Tensor]) -> Any:
-    """``tree_map`` for tuples, lists and dicts."""
-    kind = type(tree)
-    if kind is TensorLayout:
-        return next(tensors)
-    if kind is tuple:
-        return tuple([_filled(part, tensors) for part in tree])
-    if kind is list:
-        return [_filled(part, tensors) for part in tree]
-    if kind is dict:
-        return {key: _filled(part, tensors) for key, part in tree.items()}
-    return tree
+        return filled(self.tree, TensorLayout, lambda _: next(ahead))
 
 
 class _Message:
@@ -403,10 +345,14 @@ class Sender:
         """Return the layout of a value, the tensors, and the pickled layout if the receiver lacks it."""
         tensors: list[Tensor] = []
         key: Any
+
+        def describe(tensor: Tensor) -> tuple[torch.Size, torch.dtype, bool]:
+            tensors.append(tensor)
+            return tensor.shape, tensor.dtype, tensor.requires_grad
+
         try:
-            structure = _structure(value, tensors)
-            key = structure, *[tensor.requires_grad for tensor in tensors]
-        except _Unusual:
+            key = structure_of(value, describe)
+        except Unusual:
             tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
             key = _pickled(_described(value, [tensor.requires_grad for tensor in tensors]))
         known = self._known.get(key)

@@ -17,14 +17,18 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from strategies.common.nesting import filled
 from strategies.common.stage_layers import dotted
-from strategies.common.torch_compat import num_changes, tree_flatten, tree_map
+from strategies.common.torch_compat import num_changes, tree_flatten
 from strategies.common.transformers_compat import Capture, capturing
 from strategies.pipeline.stage.layers import Before
 from strategies.pipeline.stage.microbatch.split import freeze, objects_in, unpack_objects
+
+_CONTAINERS = (dict, list, tuple)
+_ALONE = tree_flatten(0)[1]
+"""The specification of a value that is not nested."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +48,10 @@ class BlockCall:
         fixed: For each table entry that the block must not change in place, the name of the argument.
         has_objects: Whether any argument is an object that is neither a tensor nor a plain value.
         dropped: Table entries that no later call uses.
-        assumed: For an output whose nesting was not known in advance, the shape beyond the first dimension and the
-            dtype that the model was given; ``None`` otherwise.
+        like: The table entry whose shape beyond the first dimension the model was given for every tensor of the
+            output; ``None`` if :attr:`shapes` has their shapes.
+        is_guess: Whether the nesting of the output was not known in advance, and the model was given one tensor, which
+            also has the dtype of this entry.
         shapes: For each table entry in the output, the shape beyond the first dimension that the model was given.
         captures: The outputs that hooks of ``transformers`` capture within the block.
         captured: The table entries for the captured outputs.
@@ -56,7 +62,8 @@ class BlockCall:
     fixed: Mapping[int, str]
     has_objects: bool
     dropped: Sequence[int]
-    assumed: tuple[tuple[int, ...], torch.dtype] | None = None
+    like: int | None = None
+    is_guess: bool = False
     shapes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     captures: Sequence[Capture] = ()
     captured: TableEntry | None = None
@@ -98,20 +105,19 @@ def call_blocks(layers: nn.Sequential, value: Value, before: Before) -> Any:
     plan = _unpickled(pickled)
     for place, (name, block) in enumerate(layers._modules.items()):
         call = plan.calls[name]
-        arguments = tree_map(
-            lambda leaf: table[leaf.number] if isinstance(leaf, TableEntry) else leaf, call.arguments, is_leaf=_is_slot
-        )
-        args, kwargs = unpack_objects(arguments)
-        del arguments
+        args, kwargs = filled(call.arguments, TableEntry, lambda entry: table[entry.number])
+        if call.has_objects:
+            args, kwargs = unpack_objects((args, kwargs))
         before(place, args)
         versions = {slot: num_changes(table[slot]) for slot in call.fixed}
         objects = {key: freeze(leaf) for key, leaf in objects_of(args, kwargs)} if call.has_objects else {}
         nested = {key: tree_flatten(value) for key, value in _containers(args, kwargs)}
         assert block is not None
-        with capturing(block, call.captures) as captured:
+        if call.captured is None:
             output = block(*args, **kwargs)
-        if call.captured is not None:
-            table[call.captured.number] = captured
+        else:
+            with capturing(block, call.captures) as table[call.captured.number]:
+                output = block(*args, **kwargs)
         for slot, argument in call.fixed.items():
             if num_changes(table[slot]) != versions[slot]:
                 raise changed_argument(dotted(plan.path, name), argument, "tensor")
@@ -138,10 +144,6 @@ def _unpickled(plan: bytes) -> Plan:
     return found
 
 
-def _is_slot(node: Any) -> bool:
-    return isinstance(node, TableEntry)
-
-
 def objects_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the objects among the arguments, each with the name or number of its argument."""
     for argument, value in [*enumerate(args), *kwargs.items()]:
@@ -150,9 +152,11 @@ def objects_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[
 
 
 def _containers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the arguments that are nested structures, each with its name or number."""
+    """Yield the arguments that are nested structures which a block can change, each with its name or number."""
     for argument, value in [*enumerate(args), *kwargs.items()]:
-        if isinstance(value, dict | list | tuple):
+        if isinstance(value, _CONTAINERS) and not (
+            isinstance(value, tuple) and not any(isinstance(part, _CONTAINERS) for part in value)
+        ):
             yield f"{argument}", value
 
 
@@ -173,18 +177,22 @@ def _is_same(value: Any, expected: Any) -> bool:
 
 def _store(block: str, call: BlockCall, output: Any, table: list[Any]) -> None:
     """Put the tensors of an output into the table."""
-    if call.assumed is not None:
-        shape, dtype = call.assumed
-        found = (output.shape[1:], output.dtype) if isinstance(output, Tensor) else None
-        if found != (shape, dtype):
-            what = f"a tensor of shape [*, {list(found[0])}]" if found else f"a {type(output).__name__}"
+    like = None if call.like is None else table[call.like]
+    if call.is_guess:
+        assert isinstance(like, Tensor)
+        if not isinstance(output, Tensor) or (output.shape[1:], output.dtype) != (like.shape[1:], like.dtype):
+            what = f"a {type(output).__name__}"
+            if isinstance(output, Tensor):
+                what = f"a tensor of shape [*, {list(output.shape[1:])}]"
             raise RuntimeError(
                 f"block {block} returned {what}, but its code cannot run without values (on the meta device), so the "
                 f"model was told that it returns a tensor like its first argument. Let the block return that, or put "
                 "an nn.Sequential in place of the loop over the blocks."
             )
-    leaves, spec = tree_flatten(output)
-    expected, expected_spec = tree_flatten(call.output)
+    (leaves, spec), (expected, expected_spec) = (
+        ([value], _ALONE) if type(value) in (Tensor, TableEntry) else tree_flatten(value)
+        for value in (output, call.output)
+    )
     if spec != expected_spec:
         raise RuntimeError(
             f"block {block} returned {spec}, but its code, run on the meta device, {expected_spec}. A pipeline needs "
@@ -201,10 +209,11 @@ def _store(block: str, call: BlockCall, output: Any, table: list[Any]) -> None:
         )
     for leaf, slot in zip(leaves, expected, strict=True):
         if isinstance(slot, TableEntry):
-            if leaf.shape[1:] != call.shapes[slot.number]:
+            told = call.shapes[slot.number] if like is None else like.shape[1:]
+            if leaf.shape[1:] != told:
                 raise RuntimeError(
                     f"block {block} returned a tensor of shape [*, {list(leaf.shape[1:])}], but the model, which ran "
-                    f"before the block, was told [*, {list(call.shapes[slot.number])}]. Let the shape of what a block "
+                    f"before the block, was told [*, {list(told)}]. Let the shape of what a block "
                     "returns follow from the shapes of its arguments in the same way for all lengths."
                 )
             table[slot.number] = leaf

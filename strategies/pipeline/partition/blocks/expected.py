@@ -16,6 +16,27 @@ from strategies.pipeline.partition.blocks.calls import changed_argument, objects
 from strategies.pipeline.stage.microbatch.split import freeze
 
 
+@dataclass(frozen=True)
+class Expected:
+    """What a block is expected to return.
+
+    Attributes:
+        output: The output, with tensors on the ``meta`` device.
+        is_guess: Whether the block's code needs values, so the output is a tensor like the first floating-point tensor
+            among the arguments.
+        is_like_first: Whether every tensor of the output has the shape of that argument, whatever its shape is.
+    """
+
+    output: Any
+    is_guess: bool
+    is_like_first: bool
+
+
+def autocast_settings() -> tuple[tuple[bool, torch.dtype], ...]:
+    """Return the settings of autocast, which decide the dtypes of outputs."""
+    return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
+
+
 class ExpectedOutputs:
     """Predicts the outputs of blocks, and caches the results.
 
@@ -29,8 +50,8 @@ class ExpectedOutputs:
         self._known: dict[Any, _Known] = {}
         """The known outputs, by block and kinds of arguments."""
 
-    def of(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> tuple[Any, bool]:
-        """Return the nesting of a block's output and the shapes of its tensors, without running the block on values.
+    def of(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Expected:
+        """Find the nesting of a block's output and the shapes of its tensors, without running the block on values.
 
         The block's code runs on the ``meta`` device, once for each combination of kinds of arguments.
 
@@ -38,16 +59,12 @@ class ExpectedOutputs:
             name: The name of the block.
             args: The positional arguments.
             kwargs: The keyword arguments.
-            leaves: The leaves of all arguments.
-
-        Returns:
-            The output, with tensors on the ``meta`` device, and whether it is a guess. If the code needs values, the
-            guess is a tensor like the first floating-point tensor among the arguments.
 
         Raises:
             RuntimeError: If no argument is a floating-point tensor, or if the block changes an object among its
                 arguments.
         """
+        leaves = tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         first = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
         if first is None:
@@ -57,9 +74,8 @@ class ExpectedOutputs:
             )
         kinds = [(leaf.dim(), leaf.dtype) if isinstance(leaf, Tensor) else _constant(leaf) for leaf in leaves]
         nesting = [type(value) for value in args], *((argument, type(value)) for argument, value in kwargs.items())
-        autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
         block = self._blocks.get_submodule(name)
-        key = name, repr((kinds, nesting)), autocast, block.training
+        key = name, repr((kinds, nesting)), autocast_settings(), block.training
         shapes = [tensor.shape for tensor in tensors]
         known = self._known.get(key)
         if known is None or not (known.is_like_first or known.shapes == shapes):
@@ -74,9 +90,11 @@ class ExpectedOutputs:
             is_like_first &= sum((t.shape, t.dtype) == (first.shape, first.dtype) for t in tensors) == 1
             known = self._known[key] = _Known(found, shapes, is_like_first)
         if known.output is None:
-            return _like(first), True
+            return Expected(_like(first), is_guess=True, is_like_first=True)
         output = known.output[0]
-        return tree_map_only(Tensor, lambda _: _like(first), output) if known.is_like_first else output, False
+        if known.is_like_first:
+            output = tree_map_only(Tensor, lambda _: _like(first), output)
+        return Expected(output, is_guess=False, is_like_first=known.is_like_first)
 
 
 @dataclass(frozen=True)

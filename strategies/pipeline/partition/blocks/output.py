@@ -29,7 +29,8 @@ class DeferredOutput(Tensor):
     After the call of the last block, every operation uses the value.
 
     Args:
-        like: A tensor with the shape, dtype and device; it may be on the ``meta`` device.
+        shape: The shape of the value.
+        dtype: The dtype of the value.
         device: The device of the value.
         slot: The index of the value in the table of the recording.
         description: A description of the tensor for messages.
@@ -42,8 +43,10 @@ class DeferredOutput(Tensor):
     """Why there will be no value; empty while a value may still follow."""
 
     @staticmethod
-    def __new__(cls, like: Tensor, device: torch.device, slot: int, description: str) -> "DeferredOutput":
-        made = wrapper_of(cls, like, device)
+    def __new__(
+        cls, shape: torch.Size, dtype: torch.dtype, device: torch.device, slot: int, description: str
+    ) -> "DeferredOutput":
+        made = wrapper_of(cls, shape, dtype, device)
         made.slot, made.description, made.value, made.ended = slot, description, None, ""
         return made
 

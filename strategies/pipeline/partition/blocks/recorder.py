@@ -38,7 +38,7 @@ from strategies.common.trees import tensors_in
 from strategies.pipeline.partition.blocks.calls import Value, call_blocks
 from strategies.pipeline.partition.blocks.expected import ExpectedOutputs
 from strategies.pipeline.partition.blocks.output import DeferredOutput
-from strategies.pipeline.partition.blocks.recording import NOT_JOINED, RecordedCalls
+from strategies.pipeline.partition.blocks.recording import NOT_JOINED, KnownCalls, RecordedCalls
 from strategies.pipeline.partition.blocks.rows import (
     Rows,
     all_follow,
@@ -124,7 +124,7 @@ class DeferredBlocks:
         self._lists = [names[start:stop][:: -1 if is_reversed else 1] for start, stop in pairwise(ends)]
         """The names of the blocks of each list in the order in which the model calls them."""
         self._list_of = {name: number for number, own in enumerate(self._lists) for name in own}
-        self._expected = ExpectedOutputs(blocks, path)
+        self._expected, self._known = ExpectedOutputs(blocks, path), KnownCalls()
         self._recording: RecordedCalls | None = None
         self._in_stage = False
         self._skipped: list[int] | None = None
@@ -219,9 +219,9 @@ class DeferredBlocks:
         if recording is None or (names[0] == name and not recording.made_any_of((args, kwargs))):
             if recording is not None:
                 recording.abandon(f"block {dotted(self.path, name)} was called first for another pass")
-            recording = self._recording = RecordedCalls(self.path, names, self._blocks)
+            recording = self._recording = RecordedCalls(self.path, names, self._blocks, self._expected, self._known)
         try:
-            if not recording.record(name, args, kwargs, self._expected.of):
+            if not recording.record(name, args, kwargs):
                 return recording.last_output()
         except BaseException:
             self._recording = None
@@ -254,14 +254,13 @@ class DeferredBlocks:
             raise RuntimeError("it calls the lists of blocks in another order")
         device = recording.device
         recording.give_zeros()
-        output, _ = self._expected.of(recording.names[-1], *recording.last_arguments)
-        return tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device=device), output)
+        expected = self._expected.of(recording.names[-1], *recording.last_arguments)
+        return tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device=device), expected.output)
 
     def _not_joined(self, name: str) -> DeferredOutput:
         """Return the replacement of a tensor without rows in the last block's output."""
-        made = DeferredOutput(
-            torch.empty(0, device="meta"), self._device(), -1, f"an output of block {dotted(self.path, name)}"
-        )
+        what = f"an output of block {dotted(self.path, name)}"
+        made = DeferredOutput(torch.Size([0]), torch.get_default_dtype(), self._device(), -1, what)
         made.ended = NOT_JOINED
         return made
 
@@ -365,17 +364,17 @@ class DeferredBlocks:
                 return None, f"it is not clear whether {recording.describe(slot)} has one row per sample"
         name = recording.names[-1]
         last, last_of_probe = (self._expected.of(name, *one.last_arguments) for one in (recording, probe))
-        shapes, probe_shapes = ([t.shape for t in tensors_in(one[0])] for one in (last, last_of_probe))
+        shapes, probe_shapes = ([t.shape for t in tensors_in(one.output)] for one in (last, last_of_probe))
         if len(shapes) != len(probe_shapes):
             return None, f"the output of block {dotted(self.path, name)} depends on the number of rows"
         follow = [all_follow([one], [two], rows, probe_rows) for one, two in zip(shapes, probe_shapes, strict=True)]
-        if not last[1] and not any(follow[:1]):
+        if not last.is_guess and not any(follow[:1]):
             return None, f"the output of block {dotted(self.path, name)} does not have one row per sample"
         is_joined = {
             slot: all_follow([shape], [probe.shapes[slot]], rows, probe_rows)
             for slot, shape in recording.shapes.items()
         }
-        return Rows([bool(has_rows) for has_rows in found], is_joined, None if last[1] else follow), ""
+        return Rows([bool(has_rows) for has_rows in found], is_joined, None if last.is_guess else follow), ""
 
     def _probe(self, outer: _OuterCall, arguments: Any) -> "RecordedCalls | str":
         """Return the recording of a call, after the passes that have run in it; or why the call fails."""

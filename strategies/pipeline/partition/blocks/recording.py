@@ -3,7 +3,8 @@
 import pickle
 import sys
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import ref
 
@@ -12,10 +13,12 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+from strategies.common.nesting import Unusual, structure_of
 from strategies.common.stage_layers import dotted
-from strategies.common.torch_compat import num_changes, tree_flatten, tree_leaves, tree_unflatten
+from strategies.common.torch_compat import TreeSpec, num_changes, tree_flatten, tree_leaves, tree_unflatten
 from strategies.common.transformers_compat import active_collector, captures_in, collect
 from strategies.pipeline.partition.blocks.calls import BlockCall, Plan, TableEntry, Value
+from strategies.pipeline.partition.blocks.expected import ExpectedOutputs, autocast_settings
 from strategies.pipeline.partition.blocks.output import DeferredOutput
 from strategies.pipeline.stage.layers import PassContext
 from strategies.pipeline.stage.microbatch.split import is_object, pack_objects
@@ -29,6 +32,83 @@ NOT_JOINED = (
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
 
 
+_MANY = 1000
+"""Maximum number of known calls, and of known plans. Models use a few per block."""
+
+
+@dataclass(frozen=True)
+class _OutputTensor:
+    """A tensor in the output of a known call.
+
+    Attributes:
+        dtype: The dtype.
+        shape: The shape; ``None`` if it is that of the table entry that :attr:`BlockCall.like` names.
+    """
+
+    dtype: torch.dtype
+    shape: torch.Size | None
+
+
+@dataclass(frozen=True)
+class _KnownCall:
+    """A call whose description later passes use again.
+
+    Attributes:
+        call: The call, without the entries that it drops.
+        tensors: For each tensor among the arguments, its slot and the name or number of the argument.
+        hidden_slot: The slot of the hidden state; -1 unless this is the first block.
+        shapes: The shapes of the arguments, if those of the output follow from them; ``None`` if it does not matter.
+        leaves: The leaves of the output.
+        spec: The nesting of the output; ``None`` for the last block.
+    """
+
+    call: BlockCall
+    tensors: Sequence[tuple[int, str]]
+    hidden_slot: int
+    shapes: Sequence[torch.Size] | None = None
+    leaves: Sequence[Any] = ()
+    spec: TreeSpec | None = None
+
+
+class KnownCalls:
+    """Descriptions of the calls and plans of earlier passes. Most passes repeat them with other tensors."""
+
+    def __init__(self) -> None:
+        self._calls: dict[Any, _KnownCall | None] = {}
+        """The calls by what describes their arguments. Where shapes matter, ``None``, and the calls with their shapes.
+        """
+        self._plans: dict[Any, tuple[Sequence[BlockCall], bytes]] = {}
+        """The pickled plans by the identities of their calls, which they keep alive."""
+
+    def call(self, key: Any, shapes: Callable[[], Sequence[torch.Size]]) -> _KnownCall | None:
+        """Return a known call.
+
+        Args:
+            key: What describes its arguments except for the shapes of tensors.
+            shapes: Returns these shapes.
+        """
+        known = self._calls.get(key)
+        return self._calls.get((key, *shapes())) if known is None and key in self._calls else known
+
+    def add_call(self, key: Any, call: _KnownCall) -> None:
+        """Store a call."""
+        if len(self._calls) >= _MANY:
+            self._calls.clear()
+        if call.shapes is not None:
+            self._calls[key] = None
+            key = key, *call.shapes
+        self._calls[key] = call
+
+    def plan(self, calls: Sequence[BlockCall], returned: Sequence[int], make: Callable[[], bytes]) -> bytes:
+        """Return the pickled plan of some calls that returns some slots."""
+        key = tuple(map(id, calls)), tuple(returned)
+        if key not in self._plans:
+            if len(self._plans) >= _MANY:
+                self._plans.clear()
+            self._plans[key] = calls, make()
+        return self._plans[key][1]
+
+
 class RecordedCalls:
     """The calls of one pass.
 
@@ -36,19 +116,27 @@ class RecordedCalls:
         path: Dotted path of the blocks.
         names: The names of the blocks, in order.
         blocks: The blocks.
+        expected: Predicts the outputs of blocks.
+        known: The calls of earlier passes.
     """
 
-    def __init__(self, path: str, names: Sequence[str], blocks: nn.ModuleList) -> None:
-        self._path, self.names, self._blocks = path, names, blocks
+    def __init__(
+        self, path: str, names: Sequence[str], blocks: nn.ModuleList, expected: ExpectedOutputs, known: KnownCalls
+    ) -> None:
+        self._path, self.names, self._blocks, self._expected, self._known = path, names, blocks, expected, known
         self._calls: dict[str, BlockCall] = {}
+        self._are_known = True
+        """Whether a later pass can use the descriptions of all calls again."""
         self.table: list[Any] = []
         """The tensors that the model passes to blocks; ``None`` for tensors that blocks will return."""
         self.hidden_slot = -1
         """The slot of the hidden state that the first block gets."""
         self.shapes: dict[int, torch.Size] = {}
         """For each slot of an output, the shape that the model was given."""
-        self.last_arguments: tuple[tuple[Any, ...], dict[str, Any], list[Any]] = ((), {}, [])
-        """The arguments of the last block, and their leaves."""
+        self._kinds: dict[int, tuple[int, torch.dtype, torch.device]] = {}
+        """For each slot, number of dimensions, dtype and device."""
+        self.last_arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+        """The arguments of the last block."""
         self._originals: dict[int, Tensor] = {}
         """Inference tensors, which have no count of in-place changes. The table has copies of them."""
         self._slots: dict[int, int] = {}
@@ -57,7 +145,8 @@ class RecordedCalls:
         """For each of these slots, the tensor's number of in-place changes when a block first got it."""
         self._settings: tuple[bool, PassContext] | None = None
         """The settings under which the first block was called."""
-        self._outputs: list[ref[DeferredOutput]] = []
+        self._outputs: dict[int, ref[DeferredOutput]] = {}
+        """The deferred outputs by slot."""
         self._last_use: dict[int, str] = {}
         self._users: dict[int, tuple[str, str]] = {}
         """For each slot, the first block that takes the tensor, and the argument."""
@@ -66,13 +155,7 @@ class RecordedCalls:
         self._captured: list[tuple[int, MutableMapping[str, Any]]] = []
         """For each block with captured outputs, the slots and destinations of these outputs."""
 
-    def record(
-        self,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        find_output: Callable[[str, tuple[Any, ...], dict[str, Any], list[Any]], tuple[Any, bool]],
-    ) -> bool:
+    def record(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Record a call.
 
         Returns:
@@ -82,6 +165,36 @@ class RecordedCalls:
             RuntimeError: If this is not the next block in order, or an argument cannot be sent to another process.
         """
         self._check_order(name)
+        slots: list[int] = []
+
+        def describe(tensor: Tensor) -> Any:
+            slot = self._slot_of(tensor)
+            slots.append(slot)
+            return slot, slot in self._num_changes, self._kinds[slot]
+
+        def shapes() -> list[torch.Size]:
+            return [self._shape_of(slot) for slot in slots]
+
+        key: Any = None
+        if active_collector() is None:
+            with suppress(Unusual):
+                arguments = structure_of((args, kwargs), describe)
+                key = name, arguments, len(self.table), autocast_settings(), self._block(name).training
+        known = None if key is None else self._known.call(key, shapes)
+        if known is None:
+            known = self._described(name, args, kwargs)
+            if key is not None:
+                self._known.add_call(key, known)
+        self._are_known &= key is not None
+        self._check_settings(dotted(self._path, name))
+        self._add(name, known)
+        if name == self.names[-1]:
+            self.last_arguments = args, kwargs
+            return True
+        return False
+
+    def _described(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _KnownCall:
+        """Describe a call of which no earlier one is known."""
         block = dotted(self._path, name)
         leaves, spec = tree_flatten((args, kwargs))
         arguments = _arguments_of(args, kwargs, len(leaves))
@@ -96,46 +209,73 @@ class RecordedCalls:
             packed = pack_objects((args, kwargs))
             given, spec = tree_flatten(packed)
             arguments = _arguments_of(packed[0], packed[1], len(given))
-        fixed: dict[int, str] = {}
-        first: Tensor | None = None
-        template = list(given)
-        for place, leaf in enumerate(given):
-            if isinstance(leaf, Tensor):
-                slot, is_input = self._slot_of(block, arguments[place], leaf)
-                if is_input:
-                    fixed[slot] = arguments[place]
-                first = leaf if first is None else first
-                self._last_use[slot] = name
-                self._users.setdefault(slot, (block, arguments[place]))
-                template[place] = TableEntry(slot)
-        self._check_settings(block)
+        template = [TableEntry(self._slot_of(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in given]
+        tensors = [
+            (leaf.number, argument)
+            for leaf, argument in zip(template, arguments, strict=True)
+            if isinstance(leaf, TableEntry)
+        ]
+        fixed = {slot: argument for slot, argument in tensors if slot in self._num_changes}
         call = BlockCall(tree_unflatten(template, spec), None, fixed, has_objects, [], **self._capture(name, args))
-        if not self._calls:
-            self.hidden_slot = self._hidden_slot(kwargs, given)
+        hidden_slot = self._hidden_slot(kwargs, given) if name == self.names[0] else -1
         if name == self.names[-1]:
-            self._calls[name], self.last_arguments = call, (args, kwargs, leaves)
-            return True
-        output, is_guess = find_output(name, args, kwargs, leaves)
-        device = torch.device("cpu") if first is None else first.device
-        leaves, spec = tree_flatten(output)
-        slots: list[Any] = []
+            return _KnownCall(call, tensors, hidden_slot)
+        found = self._expected.of(name, args, kwargs)
+        own = [self._slot_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+        like = next(slot for slot in own if self._kinds[slot][1].is_floating_point) if found.is_like_first else None
+        leaves, spec = tree_flatten(found.output)
+        shapes: dict[int, tuple[int, ...]] = {}
+        slots = list(leaves)
+        next_slot = len(self.table)
         for place, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor):
                 _check_output(block, leaf)
-                slots.append(leaf)
                 continue
+            slots[place], next_slot = TableEntry(next_slot), next_slot + 1
+            leaves[place] = _OutputTensor(leaf.dtype, leaf.shape if like is None else None)
+            if like is None:
+                shapes[slots[place].number] = tuple(leaf.shape[1:])
+        output = tree_unflatten(slots, spec)
+        call = replace(call, output=output, like=like, is_guess=found.is_guess, shapes=shapes)
+        needed = None if found.is_like_first else [self._shape_of(slot) for slot, _ in tensors]
+        return _KnownCall(call, tensors, hidden_slot, needed, leaves, spec)
+
+    def _add(self, name: str, known: _KnownCall) -> None:
+        """Add a call, and make its deferred outputs."""
+        block, call = dotted(self._path, name), known.call
+        if not self._calls:
+            self.hidden_slot = known.hidden_slot
+        self._calls[name] = call
+        for slot, argument in known.tensors:
+            self._last_use[slot] = name
+            self._users.setdefault(slot, (block, argument))
+        if known.spec is None:
+            return
+        device, leaves = self._kinds[known.tensors[0][0]][2], list(known.leaves)
+        for place, leaf in enumerate(leaves):
+            if not isinstance(leaf, _OutputTensor):
+                continue
+            if leaf.shape is not None:
+                shape = leaf.shape
+            else:
+                assert call.like is not None
+                shape = self._shape_of(call.like)
+            slot = len(self.table)
             what = f"the output of block {block}" if len(leaves) == 1 else f"output {place} of block {block}"
-            deferred = DeferredOutput(leaf, device, len(self.table), what)
+            leaves[place] = DeferredOutput(shape, leaf.dtype, device, slot, what)
             self.table.append(None)
-            self._outputs.append(ref(deferred))
-            self.shapes[deferred.slot] = leaf.shape
-            slots.append(TableEntry(deferred.slot))
-            leaves[place] = deferred
-        self._last_output = tree_unflatten(leaves, spec)
-        assumed = (tuple(output.shape[1:]), output.dtype) if is_guess else None
-        told = {slot.number: tuple(self.shapes[slot.number][1:]) for slot in slots if isinstance(slot, TableEntry)}
-        self._calls[name] = replace(call, output=tree_unflatten(slots, spec), assumed=assumed, shapes=told)
-        return False
+            self._outputs[slot] = ref(leaves[place])
+            self.shapes[slot], self._kinds[slot] = shape, (len(shape), leaf.dtype, device)
+        self._last_output = tree_unflatten(leaves, known.spec)
+
+    def _block(self, name: str) -> nn.Module:
+        block = self._blocks._modules[name]
+        assert block is not None
+        return block
+
+    def _shape_of(self, slot: int) -> torch.Size:
+        shape: torch.Size = self.shapes[slot] if slot in self.shapes else self.table[slot].shape
+        return shape
 
     def _hidden_slot(self, kwargs: Mapping[str, Any], given: Sequence[Any]) -> int:
         """Return the slot of the hidden state: ``hidden_states``, or otherwise the first floating-point tensor."""
@@ -165,7 +305,7 @@ class RecordedCalls:
     def _capture(self, name: str, args: tuple[Any, ...]) -> dict[str, Any]:
         """Record the outputs that hooks of ``transformers`` would capture in a block."""
         collector = active_collector()
-        captures = captures_in(self._blocks.get_submodule(name), collector) if collector is not None else []
+        captures = captures_in(self._block(name), collector) if collector is not None else []
         if collector is None or not captures:
             return {}
         if name == self.names[0] and args and any((c.path, c.key) == ("", "hidden_states") for c in captures):
@@ -185,7 +325,8 @@ class RecordedCalls:
         return any(isinstance(leaf, DeferredOutput) and self._made(leaf) for leaf in tree_leaves(value))
 
     def _made(self, deferred: DeferredOutput) -> bool:
-        return any(made() is deferred for made in self._outputs)
+        made = self._outputs.get(deferred.slot)
+        return made is not None and made() is deferred
 
     def _check_order(self, name: str) -> None:
         expected = self.names[len(self._calls)]
@@ -207,12 +348,13 @@ class RecordedCalls:
 
     def _check_settings(self, block: str) -> None:
         """Check that all blocks run under the same settings, and that no ``torch.utils.checkpoint`` calls the first."""
-        settings = torch.is_grad_enabled(), PassContext.capture(self.device.type)
         if self._settings is None:
-            self._settings = settings
+            self._settings = torch.is_grad_enabled(), PassContext.capture(self.device.type)
             _refuse_checkpoint_around(block)
-        if settings != self._settings:
-            what = "grad mode" if settings[0] != self._settings[0] else "autocast or other setting"
+            return
+        grad, context = self._settings
+        if grad != torch.is_grad_enabled() or not context.is_current(self.device.type):
+            what = "grad mode" if grad != torch.is_grad_enabled() else "autocast or other setting"
             raise RuntimeError(
                 f"block {block} is called under a different {what} than block {dotted(self._path, self.names[0])}; "
                 "all blocks of a pass run under the same settings. Freeze blocks by requires_grad_(False) instead of "
@@ -226,9 +368,9 @@ class RecordedCalls:
 
     def give_zeros(self) -> None:
         """Set the deferred outputs of blocks that do not run to zeros."""
-        for made in self._outputs:
+        for slot, made in self._outputs.items():
             if (deferred := made()) is not None:
-                deferred.value = torch.zeros(self.shapes[deferred.slot], dtype=deferred.dtype, device=self.device)
+                deferred.value = torch.zeros(self.shapes[slot], dtype=self._kinds[slot][1], device=self.device)
 
     def _check_unchanged(self, slot: int) -> None:
         """Check that the model has not changed a tensor in place since a block first got it."""
@@ -241,11 +383,11 @@ class RecordedCalls:
             "and would get the changed value. Give each block a separate tensor."
         )
 
-    def _slot_of(self, block: str, argument: str, tensor: Tensor) -> tuple[int, bool]:
-        """Return the slot of a tensor, and whether the model passes the tensor from outside of the blocks."""
+    def _slot_of(self, tensor: Tensor) -> int:
+        """Return the slot of a tensor, which is a new one if the model has not passed the tensor to a block before."""
         if isinstance(tensor, DeferredOutput):
             if self._made(tensor):
-                return tensor.slot, False
+                return tensor.slot
             if tensor.value is None:
                 raise tensor.refusal(torch.Tensor.to)
             tensor = tensor.value
@@ -255,8 +397,10 @@ class RecordedCalls:
             if tensor.is_inference():
                 self._originals[slot] = tensor
             self.table.append(tensor.clone() if tensor.is_inference() else tensor)
-        self._check_unchanged(self._slots[_id(tensor)])
-        return self._slots[_id(tensor)], True
+            self._kinds[slot] = tensor.dim(), tensor.dtype, tensor.device
+        slot = self._slots[_id(tensor)]
+        self._check_unchanged(slot)
+        return slot
 
     def value(self) -> Value:
         """Return the value that the stages pass on.
@@ -269,20 +413,25 @@ class RecordedCalls:
         for slot, original in self._originals.items():
             if not torch.equal(original, self.table[slot]):
                 raise self._was_changed(slot)
-        alive = [made for made in (made() for made in self._outputs) if made is not None]
-        returned = self.returned = [*(made.slot for made in alive), *(slot for slot, _ in self._captured)]
-        kept = set(returned)
-        used = {slot for slot, _ in self._last_use.items()}
+        alive = [slot for slot, made in self._outputs.items() if made() is not None]
+        self.returned = [*alive, *(slot for slot, _ in self._captured)]
+        if not self._are_known:
+            return self.table, self._plan()
+        return self.table, self._known.plan(list(self._calls.values()), self.returned, self._plan)
+
+    def _plan(self) -> bytes:
+        """Return the pickled plan of all calls."""
+        kept = set(self.returned)
         dropped: dict[str, list[int]] = {name: [] for name in self.names}
         for slot, name in self._last_use.items():
             if slot not in kept:
                 dropped[name].append(slot)
         for name, call in self._calls.items():
             slots = [leaf.number for leaf in tree_leaves(call.output) if isinstance(leaf, TableEntry)]
-            dropped[name] += [slot for slot in slots if slot not in used and slot not in kept]
+            dropped[name] += [slot for slot in slots if slot not in self._last_use and slot not in kept]
         calls = {name: replace(call, dropped=dropped[name]) for name, call in self._calls.items()}
-        plan = Plan(self._path, calls, self.names[-1], returned)
-        return self.table, cloudpickle.dumps(plan, protocol=pickle.HIGHEST_PROTOCOL)
+        plan = Plan(self._path, calls, self.names[-1], self.returned)
+        return cloudpickle.dumps(plan, protocol=pickle.HIGHEST_PROTOCOL)
 
     def give_values(self, returned: Sequence[Any], joined: Sequence[bool]) -> None:
         """Set the values of the deferred outputs.
@@ -302,10 +451,10 @@ class RecordedCalls:
                     "cannot be joined. Use schedule='1f1b'."
                 )
             collect(collector, captured)
-        for made in self._outputs:
-            if (deferred := made()) is None or deferred.slot not in values:
+        for slot, made in self._outputs.items():
+            if (deferred := made()) is None or slot not in values:
                 continue
-            value, is_of_batch = values[deferred.slot]
+            value, is_of_batch = values[slot]
             if is_of_batch:
                 deferred.value = value
             else:
@@ -318,7 +467,7 @@ class RecordedCalls:
 
     def abandon(self, reason: str) -> None:
         """Record in the deferred outputs that they get no values."""
-        for made in self._outputs:
+        for made in self._outputs.values():
             if (deferred := made()) is not None:
                 deferred.ended = reason
 

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from strategies.pipeline.partition.blocks.expected import ExpectedOutputs
 from strategies.pipeline.partition.blocks.recorder import DeferredBlocks
-from strategies.pipeline.partition.blocks.recording import RecordedCalls
+from strategies.pipeline.partition.blocks.recording import KnownCalls, RecordedCalls
 from strategies.pipeline.partition.sequential import cut
 from strategies.pipeline.stage.microbatch.split import NoChunk, merge, split
 
@@ -147,6 +148,57 @@ def test_two_passes_one_after_the_other() -> None:
     equals_one_process(model, [1, 1], X)
 
 
+class Collecting(Block):
+    """Returns the hidden state and a mean of its positions, whose length is not that of the hidden state."""
+
+    def forward(self, hidden: Tensor, *others: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        hidden = hidden + scale * torch.tanh(self.linear(hidden)) + sum(other.mean() for other in others)
+        return hidden, hidden.mean(1)
+
+
+def test_later_passes_may_have_other_constants_lengths_and_arguments() -> None:
+    """Descriptions of calls are used again where nothing but tensors has changed."""
+    described: list[str] = []
+
+    def run(model: Loop, hidden: Tensor) -> Tensor:
+        mean = None
+        for number, block in enumerate(model.blocks):
+            others = (mean, *model.given) if mean is not None and model.passes_mean else model.given
+            hidden, mean = block(hidden, *others, scale=model.scale + number)
+        return hidden + mean.unsqueeze(1)
+
+    model = Loop([Collecting() for _ in range(3)], run)
+    expected_of = ExpectedOutputs.of
+
+    def of(self: ExpectedOutputs, name: str, *args: Any) -> Any:
+        described.append(name)
+        return expected_of(self, name, *args)
+
+    passes = [
+        (2.0, 5, False, 0),
+        (2.0, 5, False, 0),  # as before
+        (3.0, 5, False, 0),  # another constant
+        (2.0, 7, False, 0),  # another length, which the shape of an output follows
+        (2.0, 5, True, 0),  # an output of a block as another argument
+        (2.0, 5, False, 1),  # a tensor of the model in its place
+        *((2.0, 7, False, 0), (2.0, 5, True, 0), (2.0, 5, False, 1)),
+    ]
+    with deferred(model, [1, 2]), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ExpectedOutputs, "of", of)
+        found = []
+        for scale, length, passes_mean, num_given in passes:
+            model.scale, model.passes_mean = scale, passes_mean
+            model.given = [torch.full((2, 4), 0.5)] * num_given
+            described.append("pass")
+            found.append(model(torch.linspace(0, 1, 2 * length * 4).reshape(2, length, 4)))
+    for output, (scale, length, passes_mean, num_given) in zip(found, passes, strict=True):
+        model.scale, model.passes_mean, model.given = scale, passes_mean, [torch.full((2, 4), 0.5)] * num_given
+        expected = model(torch.linspace(0, 1, 2 * length * 4).reshape(2, length, 4))
+        torch.testing.assert_close(output, expected, rtol=0, atol=0)
+    per_pass = " ".join(described).split("pass")[1:]
+    assert [len(names.split()) for names in per_pass] == [2, 0, 2, 2, 1, 2, 0, 0, 0]
+
+
 def adds_between(model: Loop, hidden: Tensor) -> Tensor:
     for block in model.blocks:
         hidden = block(hidden, bias=model.bias) + 1
@@ -233,11 +285,11 @@ def test_what_cannot_be_deferred_is_refused(run: Callable[..., Any], message: st
 def test_blocks_on_a_gpu_run_under_the_same_settings() -> None:
     names = ["0", "1"]
     blocks = nn.ModuleList(Block() for _ in names)
-    recording = RecordedCalls("blocks", names, blocks)
+    recording = RecordedCalls("blocks", names, blocks, ExpectedOutputs(blocks, "blocks"), KnownCalls())
     with FakeTensorMode():
         value = torch.empty(2, 4, device="cuda")
-        recording.record("0", (value,), {}, lambda name, args, kwargs, leaves: (args[0], False))
-        assert recording.record("1", (recording.last_output(),), {}, lambda *args: pytest.fail("the last block"))
+        recording.record("0", (value,), {})
+        assert recording.record("1", (recording.last_output(),), {})
 
 
 class KeyValueCache:
