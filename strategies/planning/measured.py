@@ -209,12 +209,14 @@ def predicted_timetable(
 
 def transfer_seconds(rows: Sequence[Sequence[Record]]) -> float:
     """Return the median time from the end of a send until a process that already waited for the value has it."""
-    delays = [
-        max(0.0, received.received - sent.end)
-        for (_, sent), (_, received) in _messages(rows)
-        if received.begin <= sent.end
-    ]
-    return statistics.median(delays or [0.0])
+    return statistics.median([seconds for _, seconds in transfers(rows)] or [0.0])
+
+
+def transfers(rows: Sequence[Sequence[Record]]) -> Iterator[tuple[Record, float]]:
+    """Yield each send for whose value a process already waited, with the time until the process has the value."""
+    for (_, sent), (_, received) in _messages(rows):
+        if received.begin <= sent.end:
+            yield sent, max(0.0, received.received - sent.end)
 
 
 def _messages(rows: Sequence[Sequence[Record]]) -> Iterator[tuple[tuple[int, Record], tuple[int, Record]]]:

@@ -37,7 +37,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from strategies.common.errors import PeerFailed, PeerSilent
-from strategies.common.nesting import Unusual, filled, structure_of
 from strategies.common.torch_compat import (
     cpu_backend,
     profiler_is_on,
@@ -51,6 +50,7 @@ from strategies.common.waiting import Wait, wait_here
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+Marker = TypeVar("Marker")
 
 ORDERS_TAG = 10
 """Tag of the channels from the driver to each worker for its orders."""
@@ -98,6 +98,61 @@ _MAX_VIEWED = 16
 """Maximum number of layouts for which the memory of a message keeps views."""
 
 _let_others_run: Callable[[], None] = getattr(os, "sched_yield", partial(time.sleep, 0))
+
+_VALUES = frozenset([type(None), bool, int, str, bytes])
+"""Types whose objects are interchangeable if they are equal and have exactly the same type."""
+
+
+# Nested values, without the several microseconds that a pytree takes for each node
+
+
+class Unusual(Exception):
+    """Raised if a structure has parts that :func:`structure_of` cannot describe."""
+
+
+def structure_of(value: Any, describe: Callable[[Tensor], Any]) -> tuple[Any, ...]:
+    """Return a hashable description of ``value``, which differs for values that differ in more than their tensors.
+
+    Args:
+        value: The value.
+        describe: Called for each tensor, in the order of leaves of a pytree; returns its description.
+
+    Raises:
+        Unusual: If the value has parts other than tensors, tuples, lists, dicts and plain values.
+    """
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind, *[structure_of(part, describe) for part in value]
+    if kind in _VALUES:
+        return kind, value
+    if isinstance(value, Tensor):
+        return kind, describe(value)
+    if kind is float:
+        return kind, struct.pack("d", value)  # -0.0 equals 0.0, and no NaN equals any
+    if kind is dict and all(type(key) in _VALUES for key in value):
+        keys = [(type(key), key) for key in value]
+        return kind, *keys, *[structure_of(part, describe) for part in value.values()]
+    raise Unusual
+
+
+def filled(template: Any, kind: type[Marker], value_of: Callable[[Marker], Any]) -> Any:
+    """Return ``template`` with the value of each object of exactly the class ``kind`` in its place."""
+    own = type(template)
+    if own is kind:
+        return value_of(template)
+    if own is tuple:
+        return tuple([filled(part, kind, value_of) for part in template])
+    if own is list:
+        return [filled(part, kind, value_of) for part in template]
+    if own is dict:
+        return {key: filled(part, kind, value_of) for key, part in template.items()}
+    if own in _VALUES or own is float:
+        return template
+    return tree_map(
+        lambda leaf: value_of(leaf) if isinstance(leaf, kind) else leaf,
+        template,
+        is_leaf=lambda node: isinstance(node, kind),
+    )
 
 
 def _described(value: Any, requires_grad: Iterable[bool]) -> Any:

@@ -19,12 +19,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from strategies.common.nesting import filled
 from strategies.common.stage_layers import dotted
 from strategies.common.torch_compat import num_changes, tree_flatten
 from strategies.common.transformers_compat import Capture, capturing
 from strategies.pipeline.stage.layers import Before
 from strategies.pipeline.stage.microbatch.split import freeze, objects_in, unpack_objects
+from strategies.pipeline.transport.channel import filled
 
 _CONTAINERS = (dict, list, tuple)
 _ALONE = tree_flatten(0)[1]

@@ -13,7 +13,6 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from strategies.common.nesting import Unusual, structure_of
 from strategies.common.stage_layers import dotted
 from strategies.common.torch_compat import TreeSpec, num_changes, tree_flatten, tree_leaves, tree_unflatten
 from strategies.common.transformers_compat import active_collector, captures_in, collect
@@ -22,6 +21,7 @@ from strategies.pipeline.partition.blocks.expected import ExpectedOutputs, autoc
 from strategies.pipeline.partition.blocks.output import DeferredOutput
 from strategies.pipeline.stage.layers import PassContext
 from strategies.pipeline.stage.microbatch.split import is_object, pack_objects
+from strategies.pipeline.transport.channel import Unusual, structure_of
 
 NOT_JOINED = (
     "it does not have one row per sample, or this is not clear, so its values for the micro-batches cannot be joined. "
