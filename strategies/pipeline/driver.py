@@ -390,6 +390,7 @@ class Pipeline(NotCopyable):
         context: PassContext,
         scale: float = 1.0,
         shares: Callable[[], Shares] = Shares,
+        factor: float = 1.0,
     ) -> Tensor | None:
         """Run code once per micro-batch.
 
@@ -397,7 +398,7 @@ class Pipeline(NotCopyable):
         """
         per_microbatch = self._usable().per_microbatch
         assert per_microbatch is not None, f"schedule={self.settings.schedule!r} runs whole batches"
-        return per_microbatch.run(codes, weights, context, scale, shares)
+        return per_microbatch.run(codes, weights, context, scale, shares, factor)
 
     def _usable(self) -> _Running:
         """Return the running pipeline. After an error that the user caught, start a new one with the same state.

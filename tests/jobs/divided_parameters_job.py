@@ -21,6 +21,51 @@ def llama() -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**GROUPED))
 
 
+class Padded(Language):
+    """Rows with different numbers of tokens, and a mean over the tokens of the optimizer step.
+
+    In one process, the loss of a batch is the sum over its tokens, divided by the number of tokens of the step, as in
+    the Trainer of ``transformers``.
+    """
+
+    lengths = (6, 2, 3, 6, 5, 2, 2, 2, 6, 6, 6, 6, 2, 2, 2, 3, 4, 2, 6, 6, 3, 2, 5, 2)
+
+    def total(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Sum and number."""
+        logits, labels = self.model(batch["input_ids"]).logits[:, :-1], batch["labels"][:, 1:]
+        known = labels != -100
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"), known.sum()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        (total, number), is_alone = self.total(batch), self.trainer.num_devices == 1
+        own = {"batch_size": int(number)} if is_alone else {}
+        self.log("train", total / number, on_epoch=True, on_step=True, sync_dist=True, **own)
+        if not is_alone:
+            return total / number
+        parts, rows = self.trainer.accumulate_grad_batches, self.trainer.train_dataloader.batch_size
+        first = batch_idx // parts * parts * rows
+        return total / sum(length - 1 for length in self.lengths[first : first + parts * rows]) * parts
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("validation", self.total(batch)[0], sync_dist=True, reduce_fx="sum")
+
+    def train_dataloader(self) -> DataLoader:
+        plain = super().train_dataloader()
+        rows = []
+        for (words, _), length in zip(plain.dataset, self.lengths, strict=True):
+            rows.append({"input_ids": words, "labels": words.clone()})
+            rows[-1]["labels"][length:] = -100
+        return DataLoader(rows, batch_size=plain.batch_size, sampler=plain.sampler)
+
+    val_dataloader = train_dataloader
+
+
+class WithoutTokens(Padded):
+    """The last row of each batch has no label that counts."""
+
+    lengths = (6, 6, 6, 6, 6, 6, 6, 1) * 3
+
+
 class Uneven(Language):
     """The second replica has one row in each training batch."""
 
@@ -74,9 +119,12 @@ class PenalisedLayer(Language):
 
 WRONG: dict[str, type[Language]] = {
     kind.__name__: kind
-    for kind in (Uneven, UnevenValidation, Skipping, Scaled, Penalised, PenalisedLayer, ClippedByHand)
+    for kind in (WithoutTokens, Uneven, UnevenValidation, Skipping, Scaled, Penalised, PenalisedLayer, ClippedByHand)
 }
-MODELS.update({name: lambda kind=kind: kind(llama()) for name, kind in WRONG.items()})
+MODELS.update(
+    {name: lambda kind=kind: kind(llama()) for name, kind in WRONG.items()},
+    padded=lambda: Padded(MODELS["gpt2"]().model),
+)
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("llama", {"schedule": "1f1b"}, {}),
     "gpipe": ("llama", {"schedule": "gpipe"}, {}),
@@ -85,10 +133,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     **{f"dropout {stage}": ("dropout", {"zero_stage": stage}, {}) for stage in (0, 3)},
     "accumulated": ("llama", {"checkpoint": "always"}, {"accumulate_grad_batches": 2}),
     "accumulated 1f1b": ("gpt2", {"schedule": "1f1b"}, {"accumulate_grad_batches": 2}),
+    "tokens": ("padded", {"schedule": "1f1b", "loss_weight": "tokens"}, {"accumulate_grad_batches": 2}),
     "resumed": ("tied", {"schedule": "1f1b"}, {}),
     "half": ("tied", {"schedule": "1f1b"}, {"max_epochs": 1}),
     "bert": ("bert", {}, {}),
     **{name: (name, {"schedule": "gpipe" if "Layer" in name else "1f1b"}, {}) for name in WRONG},
+    "WithoutTokens": ("WithoutTokens", {"schedule": "1f1b", "loss_weight": "tokens", "microbatches": 4}, {}),
     **{schedule: ("llama", {"schedule": schedule}, {}) for schedule in ("zb-h1",)},
     **{name: ("llama", {"schedule": name, "balance": "even"}, {}) for name in ("interleaved", "zbv", "v-half")},
 }

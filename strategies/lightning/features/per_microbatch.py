@@ -95,7 +95,12 @@ class StepsPerMicrobatch(Feature):
                 summed = ranks.reduce(torch.tensor(numbers, dtype=torch.float64), reduce_op="sum")
                 return list(summed.tolist())
 
-            weights = LossWeights(model, sum_over_replicas, ranks.world_size)
+            weights = LossWeights(
+                model,
+                sum_over_replicas,
+                ranks.world_size,
+                averages_each_batch=prepared.options.zero_stage == 3 and prepared.is_fitting,
+            )
         return TrainingStepPerMicrobatch(model, pipeline, prepared.precision, prepared.settings, weights, self._tokens)
 
     def begin(self, run: Run) -> Iterable[Undo]:
@@ -165,12 +170,14 @@ class TrainingStepPerMicrobatch:
             warn_of_ignored_labels(parts, sizes)
         weights: Sequence[float] = sizes
         shares: Callable[[], Shares] = Shares
+        factor = 1.0
         trainer = self._model.trainer
         if self._loss_weights is not None:
             if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:  # Lightning clears the gradients then
                 self._loss_weights.begin_step()
             weights = self._loss_weights.of(parts)
-            shares = partial(self._loss_weights.added, sum(weights), trainer.accumulate_grad_batches)
+            weight, factor = self._loss_weights.of_batch(weights)
+            shares = partial(self._loss_weights.added, weight, trainer.accumulate_grad_batches)
         logs = _Logs(weights, self._loss_weights)
         outputs: list[Mapping[str, Any] | None] = [None] * len(parts)
 
@@ -195,7 +202,7 @@ class TrainingStepPerMicrobatch:
         if num_gradient_sets(trainer, self._model, trainer.optimizers) == 1:
             for optimizer in trainer.optimizers:  # Lightning clears them after the pass, when there would be two sets
                 optimizer.zero_grad()
-        loss = self._pipeline.interleave(codes, _normalised(weights, sizes), context, scale, shares)
+        loss = self._pipeline.interleave(codes, _normalised(weights, sizes), context, scale, shares, factor)
         with context.entered(grad=True):
             logs.log_to(self._model)
         return _combine_outputs(outputs, loss, split, weights)

@@ -86,6 +86,7 @@ class PerMicrobatch:
         context: PassContext,
         scale: float = 1.0,
         shares: Callable[[], Shares] = Shares,
+        factor: float = 1.0,
     ) -> Tensor | None:
         """Run the forward and backward pass of every micro-batch.
 
@@ -96,6 +97,7 @@ class PerMicrobatch:
             context: Settings for the forward passes. Backward passes run under the caller's settings.
             scale: The factor of the loss in the backward passes, so that small gradients do not underflow in float16.
             shares: Called when the gradients are added to ``.grad``; returns the factors of that sum.
+            factor: The factor of the gradients, but not of the loss that is returned.
 
         Returns:
             The weighted sum of the losses, whose backward pass sets the gradient of every parameter; ``None`` if no
@@ -107,7 +109,7 @@ class PerMicrobatch:
             run = PendingPass(this, executor)
             gathered = GatheredGradients(self._parameters())
             code = _TrainingStep(
-                executor, self.steps, self._list_of, this, codes, [weight * scale for weight in weights]
+                executor, self.steps, self._list_of, this, codes, [weight * scale * factor for weight in weights]
             )
             with gathered.gathering(), preserved_random_state(executor.stage.device), code.abandoned_on_error():
                 executor.run("training", this, code)

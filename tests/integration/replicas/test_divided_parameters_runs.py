@@ -54,7 +54,7 @@ def compared(stages: int, replicas: int, cases: Sequence[str]) -> None:
 
 
 def test_two_replicas_of_two_stages() -> None:
-    run(compared, 2, 2, ["llama", "gpipe", "tied", "gpt2", "accumulated", "resumed"], timeout_seconds=390)
+    run(compared, 2, 2, ["llama", "gpipe", "tied", "gpt2", "accumulated", "tokens", "resumed"], timeout_seconds=390)
 
 
 def with_dropout() -> tuple[Any, Any]:
@@ -96,6 +96,7 @@ def failing(case: str, stages: int) -> str:
 @pytest.mark.parametrize(
     "case, stages, expected",
     [
+        ("WithoutTokens", 2, "on this replica they have weights of [5"),
         ("Uneven", 2, "this replica has 2 micro-batches where replica 1 has 1"),
         ("UnevenValidation", 2, "this replica has 2 micro-batches where replica 1 has 1"),
         ("Skipping", 2, "this replica calls layer"),

@@ -18,7 +18,6 @@ from strategies.common.joined_lists import lists_of
 from strategies.lightning.arguments import as_misconfiguration
 from strategies.lightning.compat import MisconfigurationException, rank_zero_info, rank_zero_warn
 from strategies.lightning.features.feature import Feature, PipelineArguments
-from strategies.lightning.features.loss_weights import has_own_weights
 from strategies.lightning.hooks import Undo, overridden_gradient_hooks
 from strategies.lightning.model_copies import averaging_callbacks
 from strategies.lightning.options import Options
@@ -57,7 +56,6 @@ class DividedParameters(Feature):
             "gather_on_end=False": options.gather_on_end is False,
             "schedule='auto'": options.settings.is_auto,
             "state_dict_type='sharded'": options.state_dict_type == "sharded",
-            f"loss_weight={options.loss_weight!r}": options.loss_weight != "rows",
             f"microbatch_tokens={options.microbatch_tokens}": options.microbatch_tokens is not None,
         }
         for name in [name for name, is_given in excluded.items() if is_given]:
@@ -71,7 +69,6 @@ class DividedParameters(Feature):
         if not prepared.is_fitting:
             return
         excluded = {
-            f"{type(model).__name__}.microbatch_weight": has_own_weights(model),
             "a model with compiled modules (torch.compile)": any(map(is_compiled, model.modules())),
             **{type(callback).__name__: True for callback in averaging_callbacks(prepared.trainer)},
         }

@@ -215,3 +215,23 @@ def test_labels_that_micro_batches_have_in_different_numbers(padded: list[int], 
         warn_of_ignored_labels(parts, sizes)
         warn_of_ignored_labels([{"x": torch.ones(2)}], [2])
     assert [("loss_weight='tokens'" in str(w.message)) for w in said] == [True] * warns
+
+
+@pytest.mark.parametrize("weights", [([3.0, 1.0], [2.0, 6.0]), ([1.0, 1.0], [1.0, 1.0])], ids=["uneven", "even"])
+def test_replicas_that_average_each_batch_weight_it_in_its_backward_pass(weights: tuple[list[float], ...]) -> None:
+    totals = [*map(sum, weights)]
+    summed = [sum(totals), 0.0]
+    for own in weights:
+        counted = LossWeights(Holds(), lambda numbers: summed, len(weights), averages_each_batch=True)
+        total, factor = counted.of_batch(own)
+        assert total == sum(totals)
+        assert factor / len(weights) == sum(own) / sum(totals)
+        assert counted.share_of_replica() is None
+        assert LossWeights(Holds(), lambda numbers: summed, len(weights)).of_batch(own) == (sum(own), 1.0)
+
+
+def test_a_microbatch_without_weight_in_one_replica_is_an_error_in_all() -> None:
+    for own in ([3.0, 0.0], [2.0, 6.0]):
+        counted = LossWeights(Holds(), lambda numbers: [11.0, 1.0], 2, averages_each_batch=True)
+        with pytest.raises(MisconfigurationException, match=r"counts nothing in the loss \(on this replica .* of \["):
+            counted.of_batch(own)

@@ -20,7 +20,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gather_on_end=False": {"gather_on_end": False},
     "schedule='auto'": {"schedule": "auto"},
     "state_dict_type='sharded'": {"state_dict_type": "sharded"},
-    "loss_weight='tokens'": {"loss_weight": "tokens", "schedule": "1f1b"},
     "microbatch_tokens=64": {"microbatch_tokens": 64, "schedule": "1f1b"},
 }
 
@@ -36,11 +35,6 @@ def test_one_replica_divides_nothing() -> None:
         RPCSequentialStrategy(zero_stage=3)
 
 
-class Weighted(nn.Linear):
-    def microbatch_weight(self, batch: Any) -> float:
-        return 1.0
-
-
 def compiled() -> nn.Module:
     model = nn.Sequential(nn.Linear(2, 2))
     model[0].compile()
@@ -48,7 +42,6 @@ def compiled() -> nn.Module:
 
 
 MODELS: dict[str, tuple[nn.Module, list[Any]]] = {
-    "Weighted.microbatch_weight": (Weighted(2, 2), []),
     "a model with compiled modules": (compiled(), []),
     "StochasticWeightAveraging": (nn.Linear(2, 2), [StochasticWeightAveraging(0.1)]),
 }
