@@ -27,9 +27,6 @@ class TrainingStep(Protocol):
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the output of ``training_step(*args, **kwargs)``."""
 
-    def share_of_replica(self) -> float | None:
-        """Return the share of this replica in the mean of gradients; ``None`` if all shares are equal."""
-
 
 @dataclass(frozen=True)
 class Preparation:

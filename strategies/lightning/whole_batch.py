@@ -27,10 +27,6 @@ class WholeBatch:
         with self._pipeline.step(repeat, args, kwargs):
             return self._run(*args, **kwargs)
 
-    def share_of_replica(self) -> float | None:
-        """Return ``None``: all replicas have the same share, as in Lightning."""
-        return None
-
     def _repeat(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``training_step`` again for some rows of the batch, without logging anything."""
         check_repeatable(self._model)

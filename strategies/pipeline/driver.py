@@ -465,14 +465,10 @@ class Pipeline(NotCopyable):
         """How often optimizers or user code may have changed parameters or buffers on workers."""
         return self.optimizers.num_steps + sum(h.num_writes for h in self._running.holders) if self._running else 0
 
-    def average_grads(self, share: float | None = None) -> None:
-        """Average the gradients of every stage over the replicas, if there are several.
-
-        Args:
-            share: The weight of this replica in the mean; by default all replicas have the same weight.
-        """
+    def average_grads(self) -> None:
+        """Average the gradients of every stage over the replicas, if there are several."""
         if self._running is not None:
-            self._running.executor.average_gradients(share)
+            self._running.executor.average_gradients()
 
     def _complete_grads(self) -> None:
         if self._replicas is not None and self._running is not None:

@@ -12,9 +12,8 @@ where ``g`` is the gradient of one micro-batch. The weights of later batches are
     total weight    0          4                       10
     .grad           nothing    1 * g(4)                4/10 * .grad + 6/10 * g(6)
 
-The mean over the replicas weights each replica by its share of the total weight. If replicas average the gradients of
-each batch in its backward pass (``zero_stage=3``), this is too late: the factor of a replica is then in each backward
-pass, and the weights of batches are sums over the replicas.
+Here the weight of a batch is the sum over the replicas. Their gradients are averaged with equal shares, so each of *n*
+replicas multiplies the gradients of its backward pass by *n* times its own share of this weight.
 """
 
 import inspect
@@ -50,7 +49,7 @@ class LossWeights:
             uses its loss. Labels that have already been shifted are called ``shift_labels``.
         sum_over_replicas: Returns, for each of several numbers, the sum over the replicas. Every replica calls it.
         num_replicas: Number of replicas.
-        averages_each_batch: Whether the replicas average gradients, with equal shares, in each backward pass.
+        same_passes: Whether all replicas must run the same backward passes, because they divide parameters.
     """
 
     def __init__(
@@ -59,10 +58,10 @@ class LossWeights:
         sum_over_replicas: Callable[[Sequence[float]], list[float]] = list,
         num_replicas: int = 1,
         *,
-        averages_each_batch: bool = False,
+        same_passes: bool = False,
     ) -> None:
         self._model, self._sum_over_replicas, self._num_replicas = model, sum_over_replicas, num_replicas
-        self._averages_each_batch = averages_each_batch
+        self._same_passes = same_passes
         self._total = 0.0
         """Weight of the batches of this step whose gradients are in ``.grad``."""
         self._is_first = True
@@ -82,7 +81,7 @@ class LossWeights:
         return self._numbers_of_tokens(microbatches)
 
     def of_batch(self, weights: Sequence[float]) -> tuple[float, float]:
-        """Return the weight of a batch among those of its step, and the factor of its gradients in the backward pass.
+        """Return the weight of a batch, and the factor of this replica's gradients in the backward pass.
 
         Args:
             weights: The weight of each micro-batch on this replica.
@@ -92,16 +91,16 @@ class LossWeights:
                 replicas must run the same ones.
         """
         own = sum(weights)
-        if not self._averages_each_batch:
+        if self._num_replicas == 1:
             return own, 1.0
         total, num_without = self._sum_over_replicas([own, float(not all(weights))])
-        if num_without:
+        if num_without and self._same_passes:
             raise MisconfigurationException(
                 f"zero_stage=3 needs the same backward passes in all replicas, but a micro-batch of this batch counts "
                 f"nothing in the loss (on this replica they have weights of {list(weights)}), so it has none. Leave "
                 "rows without labels out, use fewer micro-batches, or zero_stage=2."
             )
-        return total, own * self._num_replicas / total
+        return total, own * self._num_replicas / total if total else 1.0
 
     def begin_step(self) -> None:
         """Reset the count: the next backward pass is the first of an optimizer step."""
@@ -123,13 +122,6 @@ class LossWeights:
             return Shares()  # no batch has had a weight so far: Lightning's mean
         # A value in .grad before the first batch comes from the user, who has replaced zero_grad.
         return Shares(added=num_batches * weight / self._total, kept=1.0 if is_first else before / self._total)
-
-    def share_of_replica(self) -> float | None:
-        """Return the share of this replica in the mean over the replicas; ``None`` if all shares are equal."""
-        if self._num_replicas == 1 or self._averages_each_batch:
-            return None
-        (total,) = self._sum_over_replicas([self._total])
-        return self._total / total if total else None
 
     def over_replicas(self, totals: Sequence[float]) -> list[float] | None:
         """Return mean weights over the replicas, given the weights on this replica; ``None`` for a single replica."""

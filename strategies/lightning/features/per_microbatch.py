@@ -99,7 +99,7 @@ class StepsPerMicrobatch(Feature):
                 model,
                 sum_over_replicas,
                 ranks.world_size,
-                averages_each_batch=prepared.options.zero_stage == 3 and prepared.is_fitting,
+                same_passes=prepared.options.zero_stage == 3,
             )
         return TrainingStepPerMicrobatch(model, pipeline, prepared.precision, prepared.settings, weights, self._tokens)
 
@@ -136,10 +136,6 @@ class TrainingStepPerMicrobatch:
         self._model, self._pipeline, self._precision, self._settings = model, pipeline, precision, settings
         self._scaler, self._loss_weights = scaler_of(precision), loss_weights
         self._has_checked_labels = loss_weights is not None
-
-    def share_of_replica(self) -> float | None:
-        """Return the share of this replica in the mean of gradients; ``None`` if all shares are equal."""
-        return None if self._loss_weights is None else self._loss_weights.share_of_replica()
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``training_step`` and the backward pass for all micro-batches.

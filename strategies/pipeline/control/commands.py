@@ -102,8 +102,8 @@ class StageCommands(Protocol):
         """Return the norm of each gradient, by the number of the parameter in the whole optimizer."""
 
     @command()
-    def average_grads(self, share: float | None) -> None:
-        """Average the gradients over the replicas of this stage. ``share`` is for this replica; ``None`` if equal."""
+    def average_grads(self) -> None:
+        """Average the gradients over the replicas of this stage."""
 
     # Optimizers
 

@@ -240,13 +240,10 @@ class Executor(NotCopyable):
         ties = self._parts.ties
         return None if ties is None else (self._parts.num_updates(), ties.versions)
 
-    def average_gradients(self, share: float | None = None) -> None:
+    def average_gradients(self) -> None:
         """Average the gradients of every stage over the replicas, if there are several.
 
         Every stage starts when its backward passes are done.
-
-        Args:
-            share: The weight of this replica in the mean; by default all replicas have the same weight.
         """
         if self._parts.averaging is None:
             return
@@ -254,8 +251,8 @@ class Executor(NotCopyable):
         with self.explained():
             self.agree(Event.AVERAGE, 0.0)
             for remote in self.remotes:
-                remote.send(StageCommands.average_grads, share)
-            self._parts.averaging.average(share)
+                remote.send(StageCommands.average_grads)
+            self._parts.averaging.average()
 
     def complete_gradients(self) -> None:
         """Average the gradients that backward passes have computed since the last average."""

@@ -25,7 +25,6 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from strategies.common.autograd import scale_
 from strategies.common.torch_compat import timeout_of
 from strategies.common.waiting import Wait, wait_here
 from strategies.launch.session import Peers
@@ -92,8 +91,6 @@ class Averaging:
         self._means: dict[Tensor, weakref.ref[Tensor]] = {}
         """For each parameter whose average only this replica has, its gradient at that time."""
         self._hooks: list[RemovableHandle] = []
-        self._adds_to_means = False
-        """Whether averages of earlier passes that are not zero are summands of the present gradients."""
         self._note_means(means)
 
     def close(self) -> None:
@@ -112,36 +109,18 @@ class Averaging:
         self.spread([*self._parameters(), *self._buffers()], 0)
 
     @torch.no_grad()
-    def average(self, share: float | None = None) -> None:
+    def average(self) -> None:
         """Replace each gradient with its mean over the replicas. A missing gradient counts as zero.
 
         Replicas that do not own a parameter have no gradient of it afterwards. Buffers are copied from replica 0, as in
         DistributedDataParallel, so all replicas have the same statistics.
-
-        Args:
-            share: The weight of this replica in the mean. The weights of all replicas add up to 1. By default all
-                replicas have the same weight.
-
-        Raises:
-            RuntimeError: If replicas have different weights, but averages of an earlier pass were not cleared, which
-                had other weights and which only their owners have.
         """
         self.before_backward()
-        adds_to_means, self._adds_to_means = self._adds_to_means, False
-        if share is not None and adds_to_means:
-            raise RuntimeError(
-                "under zero_stage=2, gradients with weights of replicas (loss_weight='tokens', microbatch_weight) "
-                "cannot be added to those of an earlier step, which only some replicas have. Clear gradients after "
-                "each step, or use zero_stage=1."
-            )
         parameters = self._parameters()
         self._agree(parameters)
         trained = [parameter for parameter in parameters if parameter.grad is not None]
         for parameter in trained:  # before the sum, which might be too large for float16
-            if share is None:
-                _grad(parameter).div_(self.count)
-            else:
-                scale_(_grad(parameter), share)
+            _grad(parameter).div_(self.count)
         own = {p: owner for p in trained if (owner := self._owners.get(p)) is not None}
         self._average_for_all([_grad(p) for p in trained if p not in own or _grad(p).is_sparse])
         self._sum_for_owners({p: owner for p, owner in own.items() if not _grad(p).is_sparse})
@@ -158,8 +137,7 @@ class Averaging:
         The next :meth:`average` divides the sum by the number of replicas, so the averages are multiplied by it.
         """
         for parameter in self.means:
-            grad = _grad(parameter).mul_(self.count)
-            self._adds_to_means |= bool((grad.coalesce().values() if grad.is_sparse else grad).any())
+            _grad(parameter).mul_(self.count)
         self._forget_means()
 
     @property

@@ -136,7 +136,7 @@ def structure_of(value: Any, describe: Callable[[Tensor], Any]) -> tuple[Any, ..
 
 
 def filled(template: Any, kind: type[Marker], value_of: Callable[[Marker], Any]) -> Any:
-    """Return ``template`` with the value of each object of exactly the class ``kind`` in its place."""
+    """Return ``template`` with the value of each object of a class without subclasses in its place."""
     own = type(template)
     if own is kind:
         return value_of(template)

@@ -275,10 +275,10 @@ class HostedStage(StageCommands):
         pairs = zip(self._numbers[optimizer], norms, strict=True)
         return {number: norm.cpu() for number, norm in pairs if norm is not None}
 
-    def average_grads(self, share: float | None) -> None:
+    def average_grads(self) -> None:
         assert self._averaging is not None
         self._activity.doing = "averaging gradients"
-        self._averaging.average(share)
+        self._averaging.average()
 
     # Optimizers
 

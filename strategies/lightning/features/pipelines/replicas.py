@@ -62,7 +62,7 @@ class AveragedReplicas(Feature):
 
         def average() -> None:
             if run.ranks.averages_gradients:
-                run.pipeline.average_grads(run.training_step.share_of_replica())
+                run.pipeline.average_grads()
 
         yield after_backward(run.precision, average)
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from strategies.common.stage_layers import dotted
@@ -50,8 +51,7 @@ class BlockCall:
         dropped: Table entries that no later call uses.
         like: The table entry whose shape beyond the first dimension the model was given for every tensor of the
             output; ``None`` if :attr:`shapes` has their shapes.
-        is_guess: Whether the nesting of the output was not known in advance, and the model was given one tensor, which
-            also has the dtype of this entry.
+        guessed: If the nesting of the output was not known in advance and the model was given one tensor, its dtype.
         shapes: For each table entry in the output, the shape beyond the first dimension that the model was given.
         captures: The outputs that hooks of ``transformers`` capture within the block.
         captured: The table entries for the captured outputs.
@@ -63,7 +63,7 @@ class BlockCall:
     has_objects: bool
     dropped: Sequence[int]
     like: int | None = None
-    is_guess: bool = False
+    guessed: torch.dtype | None = None
     shapes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     captures: Sequence[Capture] = ()
     captured: TableEntry | None = None
@@ -112,6 +112,7 @@ def call_blocks(layers: nn.Sequential, value: Value, before: Before) -> Any:
         versions = {slot: num_changes(table[slot]) for slot in call.fixed}
         objects = {key: freeze(leaf) for key, leaf in objects_of(args, kwargs)} if call.has_objects else {}
         nested = {key: tree_flatten(value) for key, value in _containers(args, kwargs)}
+        told = None if call.like is None else table[call.like].shape[1:]
         assert block is not None
         if call.captured is None:
             output = block(*args, **kwargs)
@@ -131,7 +132,7 @@ def call_blocks(layers: nn.Sequential, value: Value, before: Before) -> Any:
         del args, kwargs
         if name == plan.last:
             return output, [table[slot] for slot in plan.returned]
-        _store(dotted(plan.path, name), call, output, table)
+        _store(dotted(plan.path, name), call, told, output, table)
         del output
         for slot in call.dropped:
             table[slot] = None
@@ -154,9 +155,8 @@ def objects_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[
 def _containers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the arguments that are nested structures which a block can change, each with its name or number."""
     for argument, value in [*enumerate(args), *kwargs.items()]:
-        if isinstance(value, _CONTAINERS) and not (
-            isinstance(value, tuple) and not any(isinstance(part, _CONTAINERS) for part in value)
-        ):
+        changeable = value if isinstance(value, tuple) else [value]
+        if any(isinstance(part, _CONTAINERS) for part in changeable):
             yield f"{argument}", value
 
 
@@ -175,19 +175,27 @@ def _is_same(value: Any, expected: Any) -> bool:
     return type(value) is type(expected)
 
 
-def _store(block: str, call: BlockCall, output: Any, table: list[Any]) -> None:
-    """Put the tensors of an output into the table."""
-    like = None if call.like is None else table[call.like]
-    if call.is_guess:
-        assert isinstance(like, Tensor)
-        if not isinstance(output, Tensor) or (output.shape[1:], output.dtype) != (like.shape[1:], like.dtype):
+def _store(block: str, call: BlockCall, told: torch.Size | None, output: Any, table: list[Any]) -> None:
+    """Put the tensors of an output into the table.
+
+    Args:
+        block: The name of the block.
+        call: The call.
+        told: The shape of all tensors beyond the first dimension, as the model was told; ``None`` if they differ.
+        output: The output.
+        table: The table.
+    """
+    if call.guessed is not None:
+        found = (output.shape[1:], output.dtype) if isinstance(output, Tensor) else None
+        if found != (told, call.guessed):
             what = f"a {type(output).__name__}"
-            if isinstance(output, Tensor):
-                what = f"a tensor of shape [*, {list(output.shape[1:])}]"
+            if found is not None:
+                what = f"a tensor of shape [*, {list(found[0])}] and {found[1]}"
             raise RuntimeError(
                 f"block {block} returned {what}, but its code cannot run without values (on the meta device), so the "
-                f"model was told that it returns a tensor like its first argument. Let the block return that, or put "
-                "an nn.Sequential in place of the loop over the blocks."
+                f"model was told that it returns a tensor like its first argument, [*, {list(told or ())}] and "
+                f"{call.guessed}. Let the block return that, or put an nn.Sequential in place of the loop over the "
+                "blocks."
             )
     (leaves, spec), (expected, expected_spec) = (
         ([value], _ALONE) if type(value) in (Tensor, TableEntry) else tree_flatten(value)
@@ -209,11 +217,11 @@ def _store(block: str, call: BlockCall, output: Any, table: list[Any]) -> None:
         )
     for leaf, slot in zip(leaves, expected, strict=True):
         if isinstance(slot, TableEntry):
-            told = call.shapes[slot.number] if like is None else like.shape[1:]
-            if leaf.shape[1:] != told:
+            expected_shape = call.shapes[slot.number] if told is None else told
+            if leaf.shape[1:] != expected_shape:
                 raise RuntimeError(
                     f"block {block} returned a tensor of shape [*, {list(leaf.shape[1:])}], but the model, which ran "
-                    f"before the block, was told [*, {list(told)}]. Let the shape of what a block "
+                    f"before the block, was told [*, {list(expected_shape)}]. Let the shape of what a block "
                     "returns follow from the shapes of its arguments in the same way for all lengths."
                 )
             table[slot.number] = leaf

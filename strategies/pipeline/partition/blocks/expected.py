@@ -15,6 +15,9 @@ from strategies.common.transformers_compat import collector_hidden
 from strategies.pipeline.partition.blocks.calls import changed_argument, objects_of
 from strategies.pipeline.stage.microbatch.split import freeze
 
+_MANY = 4096
+"""Maximum number of known outputs. A model needs a few of each block."""
+
 
 @dataclass(frozen=True)
 class Expected:
@@ -33,7 +36,7 @@ class Expected:
 
 
 def autocast_settings() -> tuple[tuple[bool, torch.dtype], ...]:
-    """Return the settings of autocast, which decide the dtypes of outputs."""
+    """Return the settings of autocast, which a block's code may read."""
     return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
 
 
@@ -88,6 +91,8 @@ class ExpectedOutputs:
             is_like_first = all((leaf.shape, leaf.dtype) == (first.shape, first.dtype) for leaf in given)
             # If two arguments have this shape and dtype, the output may follow either of them.
             is_like_first &= sum((t.shape, t.dtype) == (first.shape, first.dtype) for t in tensors) == 1
+            if len(self._known) >= _MANY:
+                self._known.clear()
             known = self._known[key] = _Known(found, shapes, is_like_first)
         if known.output is None:
             return Expected(_like(first), is_guess=True, is_like_first=True)

@@ -32,8 +32,8 @@ NOT_JOINED = (
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
 
 
-_MANY = 1000
-"""Maximum number of known calls, and of known plans. Models use a few per block."""
+_MANY_CALLS, _MANY_PLANS = 4096, 64
+"""Maximum number of known calls and plans. A model uses a few plans, and as many calls of each block."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ class KnownCalls:
 
     def __init__(self) -> None:
         self._calls: dict[Any, _KnownCall | None] = {}
-        """The calls by what describes their arguments. Where shapes matter, ``None``, and the calls with their shapes.
-        """
+        """The calls by a description of their arguments. Where shapes matter, this key leads to ``None``, and the key
+        with the shapes to the call."""
         self._plans: dict[Any, tuple[Sequence[BlockCall], bytes]] = {}
         """The pickled plans by the identities of their calls, which they keep alive."""
 
@@ -84,7 +84,7 @@ class KnownCalls:
         """Return a known call.
 
         Args:
-            key: What describes its arguments except for the shapes of tensors.
+            key: A description of its arguments without the shapes of tensors.
             shapes: Returns these shapes.
         """
         known = self._calls.get(key)
@@ -92,8 +92,9 @@ class KnownCalls:
 
     def add_call(self, key: Any, call: _KnownCall) -> None:
         """Store a call."""
-        if len(self._calls) >= _MANY:
+        if len(self._calls) >= _MANY_CALLS:
             self._calls.clear()
+            self._plans.clear()
         if call.shapes is not None:
             self._calls[key] = None
             key = key, *call.shapes
@@ -103,7 +104,7 @@ class KnownCalls:
         """Return the pickled plan of some calls that returns some slots."""
         key = tuple(map(id, calls)), tuple(returned)
         if key not in self._plans:
-            if len(self._plans) >= _MANY:
+            if len(self._plans) >= _MANY_PLANS:
                 self._plans.clear()
             self._plans[key] = calls, make()
         return self._plans[key][1]
@@ -180,13 +181,17 @@ class RecordedCalls:
             with suppress(Unusual):
                 arguments = structure_of((args, kwargs), describe)
                 key = name, arguments, len(self.table), autocast_settings(), self._block(name).training
+        if key is None:
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, Tensor):
+                    self._slot_of(leaf)
         known = None if key is None else self._known.call(key, shapes)
+        self._check_settings(dotted(self._path, name))
         if known is None:
             known = self._described(name, args, kwargs)
             if key is not None:
                 self._known.add_call(key, known)
         self._are_known &= key is not None
-        self._check_settings(dotted(self._path, name))
         self._add(name, known)
         if name == self.names[-1]:
             self.last_arguments = args, kwargs
@@ -220,8 +225,8 @@ class RecordedCalls:
         hidden_slot = self._hidden_slot(kwargs, given) if name == self.names[0] else -1
         if name == self.names[-1]:
             return _KnownCall(call, tensors, hidden_slot)
-        found = self._expected.of(name, args, kwargs)
         own = [self._slot_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+        found = self._expected.of(name, args, kwargs)
         like = next(slot for slot in own if self._kinds[slot][1].is_floating_point) if found.is_like_first else None
         leaves, spec = tree_flatten(found.output)
         shapes: dict[int, tuple[int, ...]] = {}
@@ -236,7 +241,8 @@ class RecordedCalls:
             if like is None:
                 shapes[slots[place].number] = tuple(leaf.shape[1:])
         output = tree_unflatten(slots, spec)
-        call = replace(call, output=output, like=like, is_guess=found.is_guess, shapes=shapes)
+        guessed = found.output.dtype if found.is_guess else None
+        call = replace(call, output=output, like=like, guessed=guessed, shapes=shapes)
         needed = None if found.is_like_first else [self._shape_of(slot) for slot, _ in tensors]
         return _KnownCall(call, tensors, hidden_slot, needed, leaves, spec)
 

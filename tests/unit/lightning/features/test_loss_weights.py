@@ -189,15 +189,8 @@ def test_gradients_are_means_over_all_tokens(steps: list[list[int]]) -> None:
                 assert grad == pytest.approx(sum(g for g, _ in seen) / divisor)
 
 
-def test_shares_of_replicas() -> None:
-    other = 0.0
-    weights = LossWeights(Holds(), lambda numbers: [number + other for number in numbers], 2)
-    weights.begin_step()
-    assert weights.share_of_replica() is None  # no replica has a token: equal shares
-    other = 6.0
-    assert weights.share_of_replica() == 0
-    weights.added(2, 1)
-    assert weights.share_of_replica() == 2 / 8
+def test_values_over_replicas() -> None:
+    weights = LossWeights(Holds(), lambda numbers: [number + 6 for number in numbers], 2)
     assert weights.over_replicas([2.0, 3.0]) == [4.0, 4.5]
 
 
@@ -217,21 +210,21 @@ def test_labels_that_micro_batches_have_in_different_numbers(padded: list[int], 
     assert [("loss_weight='tokens'" in str(w.message)) for w in said] == [True] * warns
 
 
-@pytest.mark.parametrize("weights", [([3.0, 1.0], [2.0, 6.0]), ([1.0, 1.0], [1.0, 1.0])], ids=["uneven", "even"])
-def test_replicas_that_average_each_batch_weight_it_in_its_backward_pass(weights: tuple[list[float], ...]) -> None:
-    totals = [*map(sum, weights)]
-    summed = [sum(totals), 0.0]
-    for own in weights:
-        counted = LossWeights(Holds(), lambda numbers: summed, len(weights), averages_each_batch=True)
-        total, factor = counted.of_batch(own)
-        assert total == sum(totals)
-        assert factor / len(weights) == sum(own) / sum(totals)
-        assert counted.share_of_replica() is None
-        assert LossWeights(Holds(), lambda numbers: summed, len(weights)).of_batch(own) == (sum(own), 1.0)
+REPLICAS = [([3.0, 1.0], [2.0, 6.0]), ([1.0, 1.0], [1.0, 1.0]), ([0.0, 0.0], [2.0, 1.0]), ([0.0], [0.0])]
+
+
+@pytest.mark.parametrize("of_replicas", REPLICAS, ids=["uneven", "even", "one", "none"])
+def test_factors_of_replicas(of_replicas: tuple[list[float], ...]) -> None:
+    """Their mean is that of all tokens; without any, all replicas count the same."""
+    total = sum(map(sum, of_replicas))
+    for weights in of_replicas:
+        counted = LossWeights(Holds(), lambda numbers: [total, 1.0], 2)
+        assert counted.of_batch(weights) == (total, 2 * sum(weights) / total if total else 1.0)
+    assert LossWeights(Holds()).of_batch([2.0, 0.0]) == (2.0, 1.0)
 
 
 def test_a_microbatch_without_weight_in_one_replica_is_an_error_in_all() -> None:
     for own in ([3.0, 0.0], [2.0, 6.0]):
-        counted = LossWeights(Holds(), lambda numbers: [11.0, 1.0], 2, averages_each_batch=True)
+        counted = LossWeights(Holds(), lambda numbers: [11.0, 1.0], 2, same_passes=True)
         with pytest.raises(MisconfigurationException, match=r"counts nothing in the loss \(on this replica .* of \["):
             counted.of_batch(own)

@@ -81,16 +81,16 @@ def test_commands_without_a_result_go_over_the_link_and_calls_of_rpc_have_their_
     def orders(number: int) -> list[Any]:
         return [pickle.loads(receiver.receive(0, 0).numpy()) for _ in range(number)]
 
-    step = ("average_grads", (None,), {})
-    remote.send(StageCommands.average_grads, None)
+    step = ("average_grads", (), {})
+    remote.send(StageCommands.average_grads)
     assert wire.sent == [([step], 0)]  # there is no link yet
     remote.connect(link := Sender(groups[0], 1, tag=ORDERS_TAG))
     assert wire.sent[1:] == [()]  # follow
     remote.send(StageCommands.discard, 5)
-    remote.send(StageCommands.average_grads, None)
+    remote.send(StageCommands.average_grads)
     remote.send(StageCommands.discard, 6)
     remote.ask(StageCommands.num_kept)
-    remote.send(StageCommands.average_grads, None)
+    remote.send(StageCommands.average_grads)
     remote.disconnect()
     assert wire.sent[2:] == [([("discard", (6,), {}), ("num_kept", (), {})], 1)]
     assert orders(4) == [[("discard", (5,), {}), step], 1, [step], None]
@@ -104,14 +104,14 @@ def test_what_fails_on_the_link_is_a_failure_and_later_results_are_behind_it(
     remote = remote_stage()
     remote.connect(Sender(groups[0], 1, tag=ORDERS_TAG))
     failure = Failure.of(KeyError("there"), STAGE, "B2")
-    remote.send(StageCommands.average_grads, None)
+    remote.send(StageCommands.average_grads)
     answer = remote.ask(StageCommands.num_kept)
     wire.replies[1].set_result(AfterFailure(failure, 3))
     with pytest.raises(KeyError, match="there"):
         answer.wait()
     assert answer.rescue() == 3
     wire.replies[0].set_result(failure)
-    remote.send(StageCommands.average_grads, None)  # nobody follows the link any more
+    remote.send(StageCommands.average_grads)  # nobody follows the link any more
     remote.ask(StageCommands.num_kept)
     assert [args for args in wire.sent if args] == [([("num_kept", (), {})], number) for number in range(2)]
 

@@ -1,7 +1,7 @@
 """Averaging over replicas, by two threads that stand for the same stage of two pipelines."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -20,15 +20,13 @@ LARGE = 600_000
 """Elements; more than travel together with others."""
 
 
-def averaged(
-    folder: Path, stages: list[tuple[list[nn.Parameter], list[Tensor]]], shares: Sequence[float | None] = (None, None)
-) -> None:
+def averaged(folder: Path, stages: list[tuple[list[nn.Parameter], list[Tensor]]]) -> None:
     """Averages as often as there are replicas, one of which each of ``stages`` belongs to."""
 
     def one(number: int) -> None:
         parameters, buffers = stages[number]
         group = join_group(f"{folder.as_uri()}/stage", number, len(stages), 30)
-        Averaging(group, lambda: parameters, lambda: buffers).average(shares[number])
+        Averaging(group, lambda: parameters, lambda: buffers).average()
 
     with ThreadPoolExecutor(len(stages)) as threads:
         list(threads.map(one, range(len(stages))))
@@ -91,20 +89,6 @@ def test_a_sum_that_float16_cannot_hold(tmp_path: Path) -> None:
     replicas = [with_grads([torch.full((2,), 60_000.0, dtype=torch.float16)]) for _ in range(2)]
     averaged(tmp_path, [(parameters, []) for parameters in replicas])
     assert all(parameter.grad.tolist() == [60_000, 60_000] for parameters in replicas for parameter in parameters)
-
-
-def test_replicas_with_shares(tmp_path: Path) -> None:
-    ours, theirs = with_grads([torch.ones(2), rows(0)]), with_grads([torch.full((2,), 5.0), rows(2)])
-    averaged(tmp_path, [(ours, []), (theirs, [])], shares=(0.75, 0.25))
-    for first, second in (ours, theirs):
-        assert first.grad is not None and first.grad.tolist() == [2, 2]
-        assert second.grad is not None and second.grad.to_dense()[:, 0].tolist() == [0.75, 0, 0.25]
-
-
-def test_a_replica_without_a_share(tmp_path: Path) -> None:
-    ours, theirs = with_grads([torch.full((2,), float("nan"))]), with_grads([torch.ones(2)])
-    averaged(tmp_path, [(ours, []), (theirs, [])], shares=(0.0, 1.0))
-    assert all(parameter.grad.tolist() == [1, 1] for parameters in (ours, theirs) for parameter in parameters)
 
 
 def rows(*where: int) -> Tensor:
@@ -246,29 +230,3 @@ def test_cleared_averages_are_forgotten(tmp_path: Path) -> None:
         return found
 
     assert in_replicas(tmp_path, 2, one) == [[4.5], [4.5]]
-
-
-@pytest.mark.parametrize("is_sparse", [True, False])
-def test_shares_cannot_be_added_to_averages(tmp_path: Path, is_sparse: bool) -> None:
-    """They can be added to averages that have been set to zero, as after the first two passes of four."""
-
-    def one(group: ProcessGroup) -> None:
-        embedding = nn.Embedding(3, 2, sparse=is_sparse)
-        weight, is_owner = embedding.weight, group.rank() == 0
-        averaging = Averaging(group, lambda: [weight], list, owners={weight: 0})
-        for number in range(4):
-            averaging.before_backward()
-            embedding(torch.tensor([group.rank()])).sum().backward()
-            if number == 3 and is_owner:
-                with pytest.raises(RuntimeError, match="Clear gradients after each step"):
-                    averaging.average(0.75)
-                return
-            averaging.average(0.75 if is_owner else 0.25)
-            assert (weight.grad is not None) == is_owner
-            if weight.grad is not None:
-                assert weight.grad.to_dense()[:, 0].tolist() == [0.75, 0.25, 0]
-                if number < 2:
-                    weight.grad.zero_()
-
-    with pytest.raises(RuntimeError):  # the second replica waits for the first one, which has left
-        in_replicas(tmp_path, 2, one)

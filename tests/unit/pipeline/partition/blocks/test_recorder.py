@@ -199,6 +199,71 @@ def test_later_passes_may_have_other_constants_lengths_and_arguments() -> None:
     assert [len(names.split()) for names in per_pass] == [2, 0, 2, 2, 1, 2, 0, 0, 0]
 
 
+class NeedsValues(nn.Module):
+    """Its code cannot run on the ``meta`` device, so its output is guessed. Returns what ``returns`` makes of it."""
+
+    def __init__(self, returns: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.returns = returns
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.returns(hidden + 0 * hidden.sum().item())
+
+
+def one_after_the_other(model: Loop, hidden: Tensor) -> Tensor:
+    for block in model.blocks:
+        hidden = block(hidden)
+    return hidden
+
+
+def test_a_guess_is_of_the_dtype_that_the_model_was_told() -> None:
+    """Autocast has no effect on the ``meta`` device, so the model is told float32 for an output in bfloat16."""
+    as_told, not_as_told = (
+        Loop([nn.Linear(4, 4), NeedsValues(returns), nn.Linear(4, 4)], one_after_the_other)
+        for returns in (torch.Tensor.float, lambda hidden: hidden)
+    )
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        equals_one_process(as_told, [1, 2], X)
+        with (
+            deferred(not_as_told, [1, 2]),
+            pytest.raises(RuntimeError, match=r"\[\*, \[4\]\] and torch.bfloat16, .* \[\*, \[4\]\] and torch.float32"),
+        ):
+            not_as_told(X)
+
+
+def test_a_block_that_changes_the_shape_of_its_argument() -> None:
+    class Widens(NeedsValues):
+        def forward(self, hidden: Tensor) -> Tensor:
+            hidden.sum().item()
+            return hidden.unsqueeze_(2)
+
+    model = Loop([nn.Linear(4, 4), Widens(torch.tanh), nn.Tanh()], one_after_the_other)
+    with deferred(model, [2, 1]), pytest.raises(RuntimeError, match=r"block blocks.1 returned .*, \[4, 1\]\]"):
+        model(X)
+
+
+def test_an_argument_that_the_prediction_changes_is_named() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.number = [torch.zeros(())]
+
+        def forward(self, hidden: Tensor, number: Tensor) -> Tensor:
+            self.number[0].add_(1)
+            return hidden + 1
+
+    def run(model: Loop, hidden: Tensor) -> Tensor:
+        for block in model.blocks:
+            hidden = block(hidden, block.number[0])
+        return hidden
+
+    with (
+        deferred(model := Loop([Counts(), Counts()], run), [1, 1]),
+        pytest.raises(RuntimeError, match=r"the model has changed argument '1' .* of block blocks.0 in place"),
+    ):
+        model(X)
+
+
 def adds_between(model: Loop, hidden: Tensor) -> Tensor:
     for block in model.blocks:
         hidden = block(hidden, bias=model.bias) + 1
