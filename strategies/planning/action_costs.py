@@ -241,11 +241,16 @@ def transfer_seconds(num_bytes: int) -> float:
         return next(iter(executor.map(end, (0, 1))))
 
 
-def group_seconds(size: int) -> GroupSeconds:
-    """Return how long ranks on this host that divide layers take to communicate, measured between threads."""
+def group_seconds(size: int, kind: type[TensorGroup] = TensorGroup) -> GroupSeconds:
+    """Return how long ranks on this host that divide layers take to communicate, measured between threads.
+
+    Args:
+        size: The number of ranks.
+        kind: Their group: of ranks that divide layers, or of replicas that divide parameters.
+    """
 
     def rank(number: int) -> GroupSeconds:
-        return GroupSeconds.measured(TensorGroup(join_group(url, number, size, 60.0)))
+        return GroupSeconds.measured(kind(join_group(url, number, size, 60.0)))
 
     with tempfile.TemporaryDirectory(prefix="relay-") as folder, ThreadPoolExecutor(size) as executor:
         url = f"file://{Path(folder) / 'meeting'}"

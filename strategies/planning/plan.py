@@ -70,8 +70,8 @@ from strategies.pipeline.transport.slots import NUM_SLOTS
 from strategies.planning.action_costs import DriverPart, Layer, group_seconds, model_costs
 from strategies.planning.automatic import input_bytes, measure_actions
 from strategies.planning.plan_rows import Measured, PlanRow, best_row, plan_row
-from strategies.sharding.gathered_layers import parts_of_parameters
-from strategies.sharding.single_rank import as_single_rank
+from strategies.sharding.gathered_layers import ReplicaGroup
+from strategies.sharding.single_rank import as_single_rank, as_single_replica
 
 _Costs: TypeAlias = Costs[Layer, DriverPart]
 
@@ -415,10 +415,10 @@ class _Plan:
         given = self._of_training() or self._of_forward()
         optimizers = self._optimizers(min(choices.stages))
         whole = Sizes(optimizers, self._options.num_shares).need(self._model.modules())
-        with self._as_one_pipeline():
+        with self._as_one_rank():
             given, costs = self._costs(given, ways)
             in_reverse = is_called_in_reverse(self._model, self._module, self._device, self._precision)
-            sizes = Sizes(optimizers, self._options.num_shares, num_parts=self._num_parts())
+            sizes = Sizes(optimizers, self._options.num_shares)
             known = {}
             for threads, measured in costs.items():
                 with with_threads(threads), all_freed_memory_kept():
@@ -457,33 +457,33 @@ class _Plan:
     # Processes and cores
 
     @contextmanager
-    def _as_one_pipeline(self) -> Iterator[None]:
-        """Context in which the model has the parts of one of the pipelines that divide its layers."""
-        size = self._options.num_parts
-        if size == 1:
+    def _as_one_rank(self) -> Iterator[None]:
+        """Context in which the model has the parts of one of the ranks that divide its layers or their parameters."""
+        parts, replicas = self._options.num_parts, self._options.num_replicas
+        if parts > 1:
+            plan = plan_of(self._model, parts)
+            seconds = None if self._on_meta else group_seconds(parts)
+            divided = as_single_rank(self._model, plan, parts, seconds)
+            what = f"pipelines that divide the layers (tensor_parallel_size={parts}); their times include the sums over"
+        elif self._options.zero_stage == 3 and replicas > 1:
+            layers = chain(*lists_of(self._module))
+            seconds = None if self._on_meta else group_seconds(replicas, ReplicaGroup)
+            divided = as_single_replica(self._model, layers, replicas, seconds)
+            what = "replicas that divide the parameters (zero_stage=3); their times include what is gathered from"
+            self._notes.append(
+                "a process also holds the whole weights of the layer that it computes, which is not counted"
+            )
+        else:
             yield
             return
-        plan = plan_of(self._model, size)
-        seconds = None if self._on_meta else group_seconds(size)
         with ExitStack() as stack:
             with as_misconfiguration():
-                stack.enter_context(as_single_rank(self._model, plan, size, seconds))
+                stack.enter_context(divided)
             yield
         self._notes.append(
-            f"figures are those of one of the {size} pipelines that divide the layers (tensor_parallel_size={size}); "
-            "their times include the sums over these pipelines, as long as they take between threads of this process"
+            f"figures are those of one of the {max(parts, replicas)} {what} the others, as long as it takes between "
+            "threads of this process"
         )
-
-    def _num_parts(self) -> dict[Tensor, int]:
-        """Return the number of replicas that divide a parameter, for each parameter that they divide."""
-        number = self._options.num_replicas
-        if self._options.zero_stage < 3 or number == 1:
-            return {}
-        self._notes.append(
-            "times do not include gathering weights and averaging gradients (zero_stage=3), and a process also holds "
-            "the whole weights of the layer that it computes"
-        )
-        return dict.fromkeys(parts_of_parameters(self._model, chain(*lists_of(self._module)), number), number)
 
     def _num_processes(self, stages: int) -> int:
         """Return the number of processes on a host."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -461,13 +462,7 @@ class GatheredModel(DividedModel):
         self._divide()
         for parameter in self._part_of:
             cast(Any, parameter).__class__ = PartOfParameter
-
-    def restore(self, group: TensorGroup | None) -> None:
-        """Remove the hooks, and make the parameters whole again; see :class:`DividedModel`."""
-        for parameter in self._part_of:
-            if type(parameter) is PartOfParameter:
-                cast(Any, parameter).__class__ = nn.Parameter
-        super().restore(group)
+            self._undo.append(partial(setattr, parameter, "__class__", nn.Parameter))
 
     def _found_units(self, layers: Sequence[nn.Module]) -> dict[nn.Module, tuple[str, list[_Divided]]]:
         """Find the modules that gather parameters, and the parameters that each of them gathers."""

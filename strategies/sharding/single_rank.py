@@ -1,11 +1,11 @@
-"""Measure what one of the ranks that divide layers computes, without the other ranks.
+"""Measure what one of the ranks that divide layers or their parameters computes, without the other ranks.
 
 whole model ──▶ part of the first rank ──▶ measured: bytes, and seconds of the rank and of its communication
-                absent ranks count as zeros; a wait of the measured duration replaces each sum
+                absent ranks count as zeros; a wait of the measured duration replaces each exchange
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from strategies.sharding import divided_layers
-from strategies.sharding.divided_layers import PlannedModel, TensorGroup
+from strategies.sharding.divided_layers import DividedModel, PlannedModel, TensorGroup
+from strategies.sharding.gathered_layers import AbsentReplicas, GatheredModel, ReplicaGroup
 
 _SMALL, _LARGE = 2**10, 2**22
 """The bytes of the tensors with which the communication is measured."""
@@ -40,11 +41,15 @@ class LinearSeconds:
 
 @dataclass(frozen=True)
 class GroupSeconds:
-    """How long the ranks that divide layers take to communicate.
+    """How long the ranks that divide layers or parameters take to communicate.
 
     Attributes:
-        sum: The time of :meth:`TensorGroup.sum <strategies.sharding.divided_layers.TensorGroup.sum>`.
-        parts: The time of :meth:`TensorGroup.parts <strategies.sharding.divided_layers.TensorGroup.parts>`.
+        sum: The time of :meth:`TensorGroup.sum <strategies.sharding.divided_layers.TensorGroup.sum>`; of replicas that
+            divide parameters,
+            :meth:`ReplicaGroup.sum_of_part <strategies.sharding.gathered_layers.ReplicaGroup.sum_of_part>`.
+        parts: The time of :meth:`TensorGroup.parts <strategies.sharding.divided_layers.TensorGroup.parts>`; of replicas
+            that divide parameters,
+            :meth:`ReplicaGroup.joined <strategies.sharding.gathered_layers.ReplicaGroup.joined>`.
     """
 
     sum: LinearSeconds = LinearSeconds()
@@ -53,16 +58,24 @@ class GroupSeconds:
     @classmethod
     def measured(cls, group: TensorGroup) -> "GroupSeconds":
         """Measure the ranks of a group. All ranks call this, and get the same result."""
+        calls: tuple[Callable[[Tensor], object], ...] = (group.sum, group.parts)
+        of_all: Callable[[Tensor], list[Tensor]] = group.parts
+        if isinstance(group, ReplicaGroup):
+            calls, of_all = (group.sum_of_part, group.joined), group.told
         own = torch.tensor(
-            [_shortest(call, size) for call in (group.sum, group.parts) for size in (_SMALL, _LARGE)],
+            [_shortest(call, _message(size, group.size)) for call in calls for size in (_SMALL, _LARGE)],
             dtype=torch.float64,
         )
-        slowest = torch.stack(group.parts(own)).amax(0).tolist()
+        slowest = torch.stack(of_all(own)).amax(0).tolist()
         return cls(_line(*slowest[:2]), _line(*slowest[2:]))
 
 
-def _shortest(call: Callable[[Tensor], object], num_bytes: int) -> float:
-    message = torch.zeros(num_bytes, dtype=torch.uint8).view(torch.float32)
+def _message(num_bytes: int, num_parts: int) -> Tensor:
+    """Return a tensor of about this size, which can be divided into equal parts."""
+    return torch.zeros(num_bytes // 4 // num_parts * num_parts)
+
+
+def _shortest(call: Callable[[Tensor], object], message: Tensor) -> float:
     call(message)
     seconds = []
     for _ in range(_CALLS):
@@ -103,6 +116,31 @@ class SingleRank(TensorGroup):
         return [own, *(torch.zeros_like(own) for _ in range(1, self.size))]
 
 
+class SingleReplica(AbsentReplicas):
+    """The first of the replicas that divide parameters. The others are absent, and their tensors count as zeros.
+
+    Args:
+        size: The number of replicas.
+        seconds: How long a call of all replicas takes; each call waits for this time.
+    """
+
+    def __init__(self, size: int, seconds: GroupSeconds | None = None) -> None:
+        super().__init__(0, size)
+        self._seconds = seconds or GroupSeconds()
+
+    def joined(self, tensor: Tensor) -> Tensor:
+        """Return the tensor in its place, between zeros."""
+        return super().joined(_after(self._seconds.parts, tensor))
+
+    def sum_of_part(self, tensor: Tensor) -> Tensor:
+        """Return a copy of this replica's part."""
+        return super().sum_of_part(_after(self._seconds.sum, tensor))
+
+    def told(self, message: Tensor) -> list[Tensor]:
+        """Return the message."""
+        return [_after(self._seconds.parts, message)]
+
+
 def _after(seconds: LinearSeconds, tensor: Tensor) -> Tensor:
     """Return a copy of a tensor that has gone through the memory of the host, after a time."""
     if tensor.is_meta:
@@ -129,13 +167,39 @@ def as_single_rank(
     Raises:
         ValueError: If the plan does not fit the model.
     """
+    with _divided(model, SingleRank(size, seconds), lambda: PlannedModel(model, plan, 0, size)):
+        yield
+
+
+@contextmanager
+def as_single_replica(
+    model: nn.Module, layers: Iterable[nn.Module], size: int, seconds: GroupSeconds | None = None
+) -> Iterator[None]:
+    """Context in which a model has the parts of the first replica and computes without the other replicas.
+
+    Args:
+        model: The model, which is unchanged at the end.
+        layers: The layers that are divided among the stages.
+        size: The number of replicas.
+        seconds: How long a call of all replicas takes. Default: no time.
+
+    Raises:
+        ValueError: If the model has parameters without values.
+    """
+    with _divided(model, SingleReplica(size, seconds), lambda: GatheredModel(model, layers, 0, size)):
+        yield
+
+
+@contextmanager
+def _divided(model: nn.Module, group: TensorGroup, divide: Callable[[], DividedModel]) -> Iterator[None]:
+    """Context in which a model is divided and connected to a group. It is unchanged at the end."""
     kept = [(parameter, parameter.data, parameter.grad) for parameter in model.parameters()]
     for parameter, *_ in kept:
         parameter.grad = None
     divided = None
     try:
-        divided = PlannedModel(model, plan, 0, size)
-        divided_layers.connect(SingleRank(size, seconds))
+        divided = divide()
+        divided_layers.connect(group)
         yield
     finally:
         divided_layers.connect(None)

@@ -137,6 +137,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "resumed": ("tied", {"schedule": "1f1b"}, {}),
     "half": ("tied", {"schedule": "1f1b"}, {"max_epochs": 1}),
     "bert": ("bert", {}, {}),
+    "auto": ("llama", {"schedule": "auto", "balance": "by_size"}, {}),
+    "by_time": ("llama", {"balance": "by_time"}, {}),
     **{name: (name, {"schedule": "gpipe" if "Layer" in name else "1f1b"}, {}) for name in WRONG},
     "WithoutTokens": ("WithoutTokens", {"schedule": "1f1b", "loss_weight": "tokens", "microbatches": 4}, {}),
     **{schedule: ("llama", {"schedule": schedule}, {}) for schedule in ("zb-h1",)},

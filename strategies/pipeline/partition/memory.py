@@ -8,7 +8,7 @@ Activations, copies and libraries need additional memory. A configuration that i
 that is not refused may still need too much memory.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
@@ -100,8 +100,6 @@ class Sizes:
         optimizers: The optimizers, over parameters that may be on the ``meta`` device; empty if the run does not train.
         num_shares: Number of replicas that divide the optimizer states among themselves.
         gradient_sets: Number of gradients of a parameter that exist at the same time.
-        num_parts: The number of replicas that divide a parameter, its gradient and its states, for each parameter that
-            they divide.
     """
 
     def __init__(
@@ -109,15 +107,13 @@ class Sizes:
         optimizers: Sequence[Optimizer],
         num_shares: int = 1,
         gradient_sets: float = 1,
-        num_parts: Mapping[Tensor, int] | None = None,
     ) -> None:
-        self._gradient_sets, self._num_parts = gradient_sets, num_parts or {}
+        self._gradient_sets = gradient_sets
         self._stepped = [set(parameters_of(optimizer)) for optimizer in optimizers]
         self._states: dict[Tensor, int] = {}
         for optimizer in optimizers:
             for parameter, size in state_bytes(optimizer).items():
-                own = size // num_shares // self._num_parts.get(parameter, 1)
-                self._states[parameter] = self._states.get(parameter, 0) + own
+                self._states[parameter] = self._states.get(parameter, 0) + size // num_shares
 
     def need(self, modules: Iterable[nn.Module], owned: Iterable[Tensor] | None = None) -> Need:
         """Return the memory that a process needs for some modules.
@@ -129,15 +125,12 @@ class Sizes:
         tensors = _tensors_of(modules)
         states = tensors if owned is None else set(tensors).intersection(owned)
         # Optimizers may alternate, so the gradients of all of them need not exist at the same time.
-        gradients = [sum(self._own(p) for p in tensors if p in own and p.requires_grad) for own in self._stepped]
+        gradients = [sum(nbytes_of(p) for p in tensors if p in own and p.requires_grad) for own in self._stepped]
         return Need(
-            sum(map(self._own, tensors)),
+            sum(map(nbytes_of, tensors)),
             int(self._gradient_sets * max(gradients, default=0)),
             sum(self._states.get(p, 0) for p in states),
         )
-
-    def _own(self, tensor: Tensor) -> int:
-        return nbytes_of(tensor) // self._num_parts.get(tensor, 1)
 
 
 def check_memory(

@@ -12,6 +12,7 @@ The model is left unchanged: parameters, gradients, buffers, modes, attributes a
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -43,6 +44,7 @@ from strategies.pipeline.partition.profiling import (
 )
 from strategies.pipeline.partition.sequential import Pipelined
 from strategies.pipeline.stage.calling import call_with_one
+from strategies.sharding.gathered_layers import is_part
 
 Cost = TypeVar("Cost")
 DriverCost = TypeVar("DriverCost", covariant=True)
@@ -430,8 +432,8 @@ def _unchanged(model: nn.Module, module: nn.Module, one_row: bool) -> Iterator[N
             for child in model.modules():
                 for name, own in child._parameters.items() if child not in inside else ():
                     if own is not None:
-                        twin = parameters.setdefault(own, nn.Parameter(own.detach(), own.requires_grad))
-                        child._parameters[name] = twin
+                        twin = copy.copy(own) if is_part(own) else nn.Parameter(own.detach(), own.requires_grad)
+                        child._parameters[name] = parameters.setdefault(own, twin)
             yield
     finally:
         for parameter, gradient in gradients.items():

@@ -57,6 +57,10 @@ def test_two_replicas_of_two_stages() -> None:
     run(compared, 2, 2, ["llama", "gpipe", "tied", "gpt2", "accumulated", "tokens", "resumed"], timeout_seconds=390)
 
 
+def test_what_is_measured() -> None:
+    run(compared, 2, 2, ["auto", "by_time"], timeout_seconds=390)
+
+
 def with_dropout() -> tuple[Any, Any]:
     with tempfile.TemporaryDirectory() as name:
         cases = ["dropout 0", "dropout 3"]

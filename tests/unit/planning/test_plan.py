@@ -716,6 +716,21 @@ def test_times_of_divided_layers_include_their_sums(monkeypatch: pytest.MonkeyPa
     assert seconds[1] - seconds[0] > 2 * 2 * 2 * 0.02
 
 
+def test_times_of_divided_parameters_include_their_gathering(monkeypatch: pytest.MonkeyPatch) -> None:
+    only_sleep_takes_time(monkeypatch)
+    seconds = []
+    for latency in (0.0, 0.01):
+        waiting = GroupSeconds(parts=LinearSeconds(latency))
+        monkeypatch.setattr(plan, "group_seconds", lambda size, kind, waiting=waiting: waiting)
+        settings: dict[str, Any] = {"balance": [4, 4], "data_parallel_size": 2, "zero_stage": 3}
+        with redirect_stdout(io.StringIO()):
+            table = trainer_with(devices=4, **settings).plan(Large(), microbatches=2, schedules="1f1b")
+        seconds.append(table.best.seconds)
+    assert any("what is gathered from the others" in note for note in table.notes)
+    # In each of 2 micro-batches and 4 layers: a message and the weight, in the forward and in the backward pass.
+    assert seconds[1] - seconds[0] > 2 * 4 * 4 * 0.01
+
+
 def test_what_a_run_refuses_is_refused_with_divided_layers() -> None:
     class LateDivided(Late):
         tensor_parallel_plan = Divided.tensor_parallel_plan

@@ -1,13 +1,22 @@
-"""What one rank of a tensor parallel group computes, measured without the other ranks."""
+"""What one of the ranks that divide layers or parameters computes, measured without the other ranks."""
 
+import copy
 import time
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from strategies.sharding.divided_layers import tensor_group
-from strategies.sharding.single_rank import GroupSeconds, LinearSeconds, SingleRank, as_single_rank
+from strategies.sharding.single_rank import (
+    GroupSeconds,
+    LinearSeconds,
+    SingleRank,
+    SingleReplica,
+    as_single_rank,
+    as_single_replica,
+)
 
 PLAN = {"table": "embedding_rowwise", "up": "colwise", "norm": "replicated_with_grad_allreduce", "down": "rowwise"}
 
@@ -60,6 +69,39 @@ def test_a_plan_that_does_not_fit_changes_nothing() -> None:
     assert [parameter.shape for parameter in model.parameters()] == shapes
 
 
+def test_a_replica_has_its_part_and_the_model_is_unchanged_afterwards() -> None:
+    model, ids = Net(), torch.tensor([[0, 5]])
+    model(ids).sum().backward()
+    before = {name: (p, p.data, p.data.clone(), p.grad) for name, p in model.named_parameters()}
+    expected = model(ids).detach()
+    with as_single_replica(model, [model.up, model.norm, model.down], 2):
+        assert [tuple(layer.weight.shape) for layer in (model.table, model.up, model.norm)] == [(12,), (16,), (2,)]
+        copy.deepcopy(model.up)(torch.ones(4)).sum().backward()
+        out = model(ids)
+        assert out.shape == expected.shape
+        assert not torch.equal(out, expected)  # half of each weight is absent
+        out.sum().backward()
+        assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
+    for name, parameter in model.named_parameters():
+        same, data, values, grad = before[name]
+        assert parameter is same and type(parameter) is nn.Parameter and parameter.grad is grad
+        assert parameter.data_ptr() == data.data_ptr() and torch.equal(parameter, values)
+    assert torch.equal(model(ids), expected)
+    with pytest.raises(RuntimeError, match="only together with the other ranks"):
+        tensor_group()
+
+
+def test_every_call_of_replicas_waits_as_long_as_they_take() -> None:
+    group = SingleReplica(3, GroupSeconds(LinearSeconds(0.01, 1e-6), LinearSeconds(0.0, 2e-5)))
+    message = torch.ones(600)
+    for call, expected in ((group.sum_of_part, 0.0124), (group.joined, 0.048), (group.told, 0.048)):
+        begin = time.perf_counter()
+        call(message)
+        assert time.perf_counter() - begin >= expected
+    assert group.joined(message).sum() == 600 and len(group.joined(message)) == 1800
+    assert torch.equal(group.sum_of_part(message), torch.ones(200))
+
+
 def test_every_call_waits_as_long_as_the_ranks_take() -> None:
     seconds = GroupSeconds(LinearSeconds(0.01, 1e-5), LinearSeconds(0.0, 2e-5))
     group, message = SingleRank(3, seconds), torch.ones(500)
@@ -70,9 +112,10 @@ def test_every_call_waits_as_long_as_the_ranks_take() -> None:
     assert [part.sum().item() for part in group.parts(message)] == [500.0, 0.0, 0.0]
 
 
-def test_the_time_of_a_group_is_a_line_through_two_sizes() -> None:
+@pytest.mark.parametrize("kind, size", [(SingleRank, 2), (SingleReplica, 2), (SingleReplica, 3)])
+def test_the_time_of_a_group_is_a_line_through_two_sizes(kind: Any, size: int) -> None:
     waiting = GroupSeconds(LinearSeconds(0.002, 4e-9), LinearSeconds(0.004, 2e-9))
-    found = GroupSeconds.measured(SingleRank(2, waiting))
+    found = GroupSeconds.measured(kind(size, waiting))
     for measured, given in ((found.sum, waiting.sum), (found.parts, waiting.parts)):
         for num_bytes in (2**10, 2**22):
             message = torch.empty(num_bytes, dtype=torch.uint8)

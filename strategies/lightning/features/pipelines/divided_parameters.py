@@ -1,5 +1,6 @@
 """``zero_stage=3``: the replicas of a stage divide its parameters, with their gradients and optimizer states.
 
+    measuring   the part of one replica; a wait of the measured duration replaces each exchange with the others
     arguments   values of replica 0 to the other replicas ─▶ each keeps its part of the large parameters and states
     each pass   replicas with a different number of micro-batches are refused
     teardown    the parts of all replicas ─▶ whole parameters and states
@@ -7,9 +8,9 @@
 Only ``fit`` divides parameters. Evaluation outside of it uses the whole model.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import chain
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -26,6 +27,7 @@ from strategies.optim.trial import check_by_element
 from strategies.pipeline.stage.layers import is_compiled
 from strategies.sharding.divided_layers import check_is_whole
 from strategies.sharding.gathered_layers import INSTEAD, GatheredModel, ReplicaGroup
+from strategies.sharding.single_rank import GroupSeconds, as_single_replica
 
 _OPTION = "zero_stage=3"
 
@@ -54,7 +56,6 @@ class DividedParameters(Feature):
             "recovery": options.recovery is not None,
             "rebalance": options.rebalance is not None,
             "gather_on_end=False": options.gather_on_end is False,
-            "schedule='auto'": options.settings.is_auto,
             "state_dict_type='sharded'": options.state_dict_type == "sharded",
             f"microbatch_tokens={options.microbatch_tokens}": options.microbatch_tokens is not None,
         }
@@ -82,16 +83,32 @@ class DividedParameters(Feature):
 
     def prepare(self, prepared: Preparation) -> Iterable[Undo]:
         """Make the parameters whole at the end."""
+        if prepared.is_fitting:
+            world = torch.distributed.group.WORLD
+            assert world is not None
+            self._group = ReplicaGroup(world)
         yield lambda: self._end(failed=prepared.trainer.interrupted)
+
+    @contextmanager
+    def measuring(self, prepared: Preparation) -> Iterator[None]:
+        """Measure the part of one replica, if the schedule or a balance by time is to be found."""
+        if not (prepared.is_fitting and (prepared.settings.is_auto or prepared.options.balances_by_time)):
+            yield
+            return
+        group = self._group
+        assert group is not None
+        seconds, layers = GroupSeconds.measured(group), chain(*lists_of(prepared.module))
+        with ExitStack() as stack:
+            with as_misconfiguration():
+                stack.enter_context(as_single_replica(prepared.model, layers, group.size, seconds))
+            yield
 
     def arguments(self, prepared: Preparation, optimizers: Sequence[Optimizer]) -> PipelineArguments:
         """Divide the model and the states of the optimizers."""
         if not prepared.is_fitting:
             return {}
-        model: Any = prepared.model
-        world = torch.distributed.group.WORLD
-        assert world is not None
-        group = self._group = ReplicaGroup(world)
+        model, group = prepared.model, self._group
+        assert group is not None
         with as_misconfiguration():
             for optimizer in optimizers:
                 check_by_element(optimizer, _OPTION, "zero_stage=2")

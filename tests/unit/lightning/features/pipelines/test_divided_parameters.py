@@ -18,7 +18,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "recovery": {"recovery": Recovery(max_restarts=1)},
     "rebalance": {"rebalance": "auto"},
     "gather_on_end=False": {"gather_on_end": False},
-    "schedule='auto'": {"schedule": "auto"},
     "state_dict_type='sharded'": {"state_dict_type": "sharded"},
     "microbatch_tokens=64": {"microbatch_tokens": 64, "schedule": "1f1b"},
 }
