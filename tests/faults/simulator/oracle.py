@@ -139,7 +139,8 @@ def _endings_of(shape: Shape, fault: Fault) -> list[Ending]:
             Ending(("RuntimeError",), "lost a connection between them|rank 1, process|stage"),
             Ending(("WorkerLost",), "stage"),
         ]
-    if fault.kind == "disk full" and fault.role == WORKER and shape.num_repairs:
+    takes_snapshots = shape.num_repairs or shape.option("verify_every_n_steps")
+    if fault.kind == "disk full" and fault.role == WORKER and takes_snapshots:
         # The limit is one of the size of files, and applies to snapshots too, which are files in memory.
         raising.append(Ending(("OSError",), f"a snapshot of .*{_FULL}"))
     if fault.phase == RECOVERY:  # another attempt may go well

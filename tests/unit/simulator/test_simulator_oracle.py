@@ -274,6 +274,13 @@ def test_a_value_that_is_not_a_number_in_a_verified_step() -> None:
         assert any(ending.kinds == ("ComputedWrongly",) for ending in allowed) == bool(every_n_steps)
 
 
+@pytest.mark.parametrize("option, takes", [("max_restarts", True), ("verify_every_n_steps", True), ("chunks", False)])
+def test_a_full_disk_may_fail_a_snapshot(option: str, takes: bool) -> None:
+    shape = replace(SHAPE, options=((option, 2),))
+    allowed = endings(Case(0, shape, (replace(KILLED, kind="disk full", phase="checkpoint"),)))
+    assert any("a snapshot of" in ending.pattern for ending in allowed) == takes
+
+
 def test_a_damaged_checkpoint() -> None:
     case = Case(0, SHAPE, (replace(KILLED, kind="damaged", phase="after", role=DRIVER, stage=2),))
     outcome = went_on()
