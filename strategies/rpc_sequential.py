@@ -61,7 +61,7 @@ from strategies.lightning.partitioning import is_called_in_reverse
 from strategies.lightning.run import Preparation, Run, TrainingStep, stages_of_chunks
 from strategies.lightning.search_settings import DEFAULT_MICROBATCHES
 from strategies.lightning.strategy_plugin import StrategyPlugin
-from strategies.lightning.whole_batch import WholeBatch
+from strategies.lightning.whole_batch import TrainingStepPerBatch
 from strategies.optim.restricted import check_optimizer_states
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.partition.memory import DevicePlacement, check_memory
@@ -485,7 +485,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             if (step := feature.training_step(prepared, pipeline)) is not None:
                 return step
         assert not prepared.settings.interleaves, "a feature runs training_step once per micro-batch"
-        return WholeBatch(prepared.model, pipeline, super().training_step)
+        return TrainingStepPerBatch(prepared.model, pipeline, super().training_step)
 
     def _end_by(self, undo: Iterable[Undo]) -> None:
         """Call functions when the run ends, the last one first. They are called even if the iterable raises later."""

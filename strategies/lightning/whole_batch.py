@@ -8,7 +8,7 @@ from strategies.lightning.hooks import without_logs
 from strategies.pipeline.driver import Pipeline
 
 
-class WholeBatch:
+class TrainingStepPerBatch:
     """Runs ``training_step`` as Lightning does.
 
     Args:
