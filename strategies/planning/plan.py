@@ -833,7 +833,7 @@ class _Plan:
             for cost in measured.values():
                 if cost.not_measured:
                     self._notes.append(f"the code outside the layers is not measured: {cost.not_measured}")
-        if self._options.num_replicas > 1:
+        if self._options.num_replicas > 1 and self._options.zero_stage < 3:
             self._notes.append(
                 f"figures are those of one of {self._options.num_replicas} replicas, without averaging gradients"
             )
