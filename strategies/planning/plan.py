@@ -471,7 +471,7 @@ class _Plan:
             divided = as_single_replica(self._model, layers, replicas, seconds)
             what = "replicas that divide the parameters (zero_stage=3); their times include what is gathered from"
             self._notes.append(
-                "a process also holds the whole weights of the layer that it computes, which is not counted"
+                "a process also holds the whole weights of the layer that it computes, which are not counted"
             )
         else:
             yield

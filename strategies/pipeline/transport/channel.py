@@ -136,7 +136,13 @@ def structure_of(value: Any, describe: Callable[[Tensor], Any]) -> tuple[Any, ..
 
 
 def filled(template: Any, kind: type[Marker], value_of: Callable[[Marker], Any]) -> Any:
-    """Return ``template`` with the value of each object of a class without subclasses in its place."""
+    """Return a nested structure with values in place of markers.
+
+    Args:
+        template: The structure.
+        kind: The class of the markers, which has no subclasses.
+        value_of: Returns the value of a marker.
+    """
     own = type(template)
     if own is kind:
         return value_of(template)

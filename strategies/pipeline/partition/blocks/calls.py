@@ -23,13 +23,12 @@ from torch import Tensor, nn
 from strategies.common.stage_layers import dotted
 from strategies.common.torch_compat import num_changes, tree_flatten
 from strategies.common.transformers_compat import Capture, capturing
+from strategies.pipeline.stage.edges import leaves_of
 from strategies.pipeline.stage.layers import Before
 from strategies.pipeline.stage.microbatch.split import freeze, objects_in, unpack_objects
 from strategies.pipeline.transport.channel import filled
 
 _CONTAINERS = (dict, list, tuple)
-_ALONE = tree_flatten(0)[1]
-"""The specification of a value that is not nested."""
 
 
 @dataclass(frozen=True)
@@ -197,10 +196,7 @@ def _store(block: str, call: BlockCall, told: torch.Size | None, output: Any, ta
                 f"{call.guessed}. Let the block return that, or put an nn.Sequential in place of the loop over the "
                 "blocks."
             )
-    (leaves, spec), (expected, expected_spec) = (
-        ([value], _ALONE) if type(value) in (Tensor, TableEntry) else tree_flatten(value)
-        for value in (output, call.output)
-    )
+    (leaves, spec), (expected, expected_spec) = leaves_of(output), leaves_of(call.output)
     if spec != expected_spec:
         raise RuntimeError(
             f"block {block} returned {spec}, but its code, run on the meta device, {expected_spec}. A pipeline needs "
