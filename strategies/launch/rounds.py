@@ -1,7 +1,7 @@
 """Processes that return to an earlier state together whenever one of them must. A shared store coordinates them.
 
-    round 0   member 0   gate ── gate ── ✗ announces ── its snapshots: 3, 4 ─┐
-              member 1   gate ── gate ────── checks ─── its snapshots: 2, 3 ─┴─▶ all return to 3: round 1 begins
+    round 0   member 0   gate ── gate ── ✗ announces ── tells: snapshots 3, 4 ─┐
+              member 1   gate ── gate ────── checks ─── tells: snapshots 2, 3 ─┴─▶ all know both: round 1 begins
 
 A *gate* precedes an operation that all members must run at the same time and that cannot be interrupted, such as a
 collective operation of a process group. Either all members pass it or none.
@@ -9,7 +9,8 @@ collective operation of a process group. Either all members pass it or none.
 
 import json
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
+from typing import Any
 
 from torch import distributed as dist
 
@@ -52,10 +53,12 @@ class Rounds:
         rank: The number of this member.
         size: The number of members.
         timeout_seconds: How long a member may take to reach a gate, or to return.
+        kind: What a member is, in messages.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout_seconds: float) -> None:
-        self._store, self.rank, self._size, self._timeout_seconds = store, rank, size, timeout_seconds
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout_seconds: float, kind: str = "replica") -> None:
+        self._store, self.rank, self.size, self._timeout_seconds = store, rank, size, timeout_seconds
+        self.kind = kind
         self.number = 0
         """How often all members have returned."""
         self._num_passed = 0
@@ -86,14 +89,14 @@ class Rounds:
         key = f"{self.number}/gate/{self._num_passed}"
         sleep_seconds, deadline = _FIRST_LOOK_SECONDS, time.monotonic() + self._timeout_seconds
         found = self._store.add(key, 1)
-        while 0 < found < self._size:
+        while 0 < found < self.size:
             if must_return():  # if all other members have arrived at this moment, this member passes, too
                 found = int(self._store.compare_set(key, str(found), str(_CLOSED)))
                 continue
             if self._left():
                 break  # the operation after the gate fails
             if time.monotonic() > deadline:
-                raise MemberGone(f"another replica did not reach the same point within {self._timeout_seconds:g} s")
+                raise MemberGone(f"another {self.kind} did not reach the same point within {self._timeout_seconds:g} s")
             time.sleep(sleep_seconds)
             sleep_seconds = min(2 * sleep_seconds, _LOOK_SECONDS)
             found = int(self._store.get(key))
@@ -102,35 +105,35 @@ class Rounds:
         self._num_passed += 1
         return True
 
-    def agree(self, numbers: Collection[int], gives_up: Callable[[], bool] = lambda: False) -> int | None:
+    def tell(self, states: Any, gives_up: Callable[[], bool] = lambda: False) -> list[Any]:
         """Wait until all members have called this. Then the next round begins.
 
         Args:
-            numbers: The numbers of the states to which this member can return.
+            states: The states to which this member can return, in any form that JSON knows.
             gives_up: Returns whether this member must stop waiting.
 
         Returns:
-            The largest number that all members have passed; ``None`` if there is none.
+            What each member has passed.
 
         Raises:
             MemberGone: If any member has left or does not arrive in time.
         """
-        names = [f"{self.number}/numbers/{rank}" for rank in range(self._size)]
-        self._store.set(names[self.rank], json.dumps(sorted(numbers)))
+        names = [f"{self.number}/states/{rank}" for rank in range(self.size)]
+        self._store.set(names[self.rank], json.dumps(states))
         sleep_seconds, deadline = _FIRST_LOOK_SECONDS, time.monotonic() + self._timeout_seconds
         while not self._store.check(names):
             if left := self._left():
-                raise MemberGone(f"replica {left[0]} has ended its run")
+                raise MemberGone(f"{self.kind} {left[0]} has ended its run")
             if gives_up():
-                raise MemberGone(f"replica {self.rank} has ended its run")
+                raise MemberGone(f"{self.kind} {self.rank} has ended its run")
             if time.monotonic() > deadline:
-                raise MemberGone(f"another replica did not return to a snapshot within {self._timeout_seconds:g} s")
+                raise MemberGone(f"another {self.kind} did not return to a snapshot within {self._timeout_seconds:g} s")
             time.sleep(sleep_seconds)
             sleep_seconds = min(2 * sleep_seconds, _LOOK_SECONDS)
-        found = [set(json.loads(self._store.get(name))) for name in names]
+        told = [json.loads(self._store.get(name)) for name in names]
         self._num_passed = 0
         self.number += 1
-        return max(set.intersection(*found), default=None)
+        return told
 
     def report(self, number: int) -> None:
         """Report the number of the newest state to which this member can return."""
@@ -138,7 +141,7 @@ class Rounds:
 
     def all_have(self, number: int) -> bool:
         """Return whether all members have reported a state with this number or a larger one."""
-        names = [f"newest/{rank}" for rank in range(self._size)]
+        names = [f"newest/{rank}" for rank in range(self.size)]
         return self._store.check(names) and all(int(self._store.get(name)) >= number for name in names)
 
     def leave(self) -> None:
@@ -146,4 +149,4 @@ class Rounds:
         self._store.set(f"left/{self.rank}", "")
 
     def _left(self) -> list[int]:
-        return [rank for rank in range(self._size) if rank != self.rank and self._store.check([f"left/{rank}"])]
+        return [rank for rank in range(self.size) if rank != self.rank and self._store.check([f"left/{rank}"])]

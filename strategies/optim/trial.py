@@ -85,7 +85,7 @@ def check_by_element(optimizer: Optimizer, option: str, instead: str) -> None:
     Raises:
         ValueError: If the results differ.
     """
-    sample = [p for share in _shares(optimizer, None) for p in share]
+    sample = [p for share in _shares(optimizer, None) for p in share if p.ndim]  # a scalar has no rows, and stays whole
     if where := _tried(optimizer, [(sample, rows) for rows in _ROWS], leads=False):
         raise ValueError(
             f"{type(optimizer).__name__} cannot be used under {option}, where each process steps some rows of every "

@@ -62,6 +62,7 @@ from strategies.pipeline.partition.bypass import BypassCheck
 from strategies.pipeline.partition.sequential import Pipelined, cut
 from strategies.pipeline.recovery.recovery import Recoverer
 from strategies.pipeline.recovery.repairs import Recovery, Repair
+from strategies.pipeline.recovery.together import InStep
 from strategies.pipeline.stage.edges import Edges
 from strategies.pipeline.stage.layers import PassContext, call_in_turn
 from strategies.pipeline.stage.microbatch.split import NoChunk
@@ -226,7 +227,7 @@ class Pipeline(NotCopyable):
         construction: Computes the values of tensors of ``module`` that have no values yet.
         gathers_on_end: Whether :meth:`close` returns the layers of the workers to this process.
         recovery: Whether lost workers are replaced and steps verified; ``None``: neither.
-        together: Connects to the store through which the drivers of all replicas agree on replacements.
+        together: Connects to the store through which the drivers of all pipelines agree on replacements.
 
     Raises:
         ValueError: If lost workers cannot be replaced on this system or over this data plane.
@@ -579,13 +580,16 @@ class Pipeline(NotCopyable):
             self.failures = failures
             if self._replicas is not None:
                 self._replicas = replace(self._replicas, round=num_rounds)
+            if self._parts_of_layers is not None:
+                self._parts_of_layers = replace(self._parts_of_layers, round=num_rounds)
             again = self._open(slots, threads, session, client=partial(_renewed, workers.remotes, failures))
             for recording in self._recordings:
                 recording.lose()
             assert again.transport is not None
             return again.transport
 
-        recovery = Recoverer(
+        rounds = self._together() if self._together is not None else None
+        return Recoverer(
             self._recovery_settings,
             self.failures,
             workers.transport,
@@ -593,9 +597,22 @@ class Pipeline(NotCopyable):
             self._slots(ending),
             restart,
             self.repairs,
-            self._together() if self._together is not None else None,
+            rounds,
+            self._in_step(rounds) if rounds is not None else None,
         )
-        return recovery
+
+    def _in_step(self, rounds: Rounds) -> InStep | None:
+        """Return the pipelines that divide layers with this one, which have successive numbers."""
+        size = self._parts_of_layers.count if self._parts_of_layers is not None else rounds.size
+        if self.divided is None or size == 1:
+            return None
+
+        def count(flags: Sequence[bool]) -> list[int]:
+            counts: list[int] = divided_layers.tensor_group().sum(torch.tensor(flags, dtype=torch.int64)).tolist()
+            return counts
+
+        first = rounds.rank // size * size
+        return InStep(range(first, first + size), count)
 
     def _slots(self, ending: ExitStack) -> list[list[SlotAddress]]:
         """Return the two slots of each worker, held by the supervisors of ranks or by this process."""

@@ -415,14 +415,17 @@ class DividedModel:
         return self._part_of
 
     def described(self) -> str:
-        """Return how many parameters this rank has, and which layers are whole, for a line in the log."""
+        """Return how many parameters this rank has, and which layers are whole, for a line in the log.
+
+        A parameter of the model itself, which no layer has, is listed by its name.
+        """
         whole, own, undivided = 0, 0, dict[str, None]()
         for name, parameter in self._model.named_parameters():
             own += parameter.numel()
             part = self.parts.get(name)
             whole += parameter.numel() if part is None else math.prod(part.whole_shape(parameter.shape, self._size))
             if name not in self.parts:
-                undivided[with_wildcards(name.rpartition(".")[0])] = None
+                undivided[with_wildcards(name.rpartition(".")[0] or name)] = None
         listed = list(undivided)[:_LISTED]
         more = f" and {len(undivided) - _LISTED} more" if len(undivided) > _LISTED else ""
         kept = f"; {', '.join(listed)}{more} are whole" if listed else ""

@@ -1,4 +1,4 @@
-"""``max_restarts`` with replicas: fits that lose workers end as one that loses none, in both replicas."""
+"""``max_restarts`` with several pipelines: fits that lose workers end as one that loses none, in all pipelines."""
 
 import pickle
 import subprocess
@@ -14,30 +14,35 @@ from harness import OWN_SERVER, run
 from paths import environment
 from scripts import Script
 
+EVERY_DAY = ("gpipe", "divided", "reduced", "parts", "parameters")
+
 
 def launch(name: str) -> list[Any]:
     """Runs in the harness's child, since Lightning's launcher starts the running script once more for each rank."""
     with tempfile.TemporaryDirectory() as folder:
         assert Script(recovery_replicas_job.__file__, folder, name).wait(timeout=280) == 0
-        return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(recovery_replicas_job.REPLICAS)]
+        return results(folder)
+
+
+def results(folder: str) -> list[Any]:
+    return [pickle.loads(path.read_bytes()) for path in sorted(Path(folder).glob("[0-9]"))]
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow if name in ("gpipe", "divided", "reduced") else pytest.mark.nightly)
+        pytest.param(name, marks=pytest.mark.slow if name in EVERY_DAY else pytest.mark.nightly)
         for name in recovery_replicas_job.CASES
     ],
 )
-def test_workers_of_replicas_are_killed(name: str) -> None:
-    first, second = run(launch, name, timeout_seconds=290)
+def test_workers_of_several_pipelines_are_killed(name: str) -> None:
+    found = run(launch, name, timeout_seconds=290)
+    assert len(found) == (4 if name == "parts and replicas" else 2)
     _, cases = recovery_replicas_job.CASES[name]
-    for (differing, repairs), (differing_there, repairs_there), (kills, _) in zip(first, second, cases, strict=True):
-        assert differing == [] and differing_there == []
-        batches = kills[0].keys() | kills[1].keys()
-        for found in (repairs, repairs_there):
-            assert bool(found) == bool(batches)
+    for pipeline in found:
+        for (differing, repairs), (kills, _) in zip(pipeline, cases, strict=True):
+            assert differing == [] and bool(repairs) == bool(kills[0].keys() | kills[1].keys())
 
 
 def launch_by_torchrun(name: str) -> list[Any]:
@@ -45,14 +50,15 @@ def launch_by_torchrun(name: str) -> list[Any]:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
         variables = {**environment(), "PYTHONWARNINGS": "ignore"}
         subprocess.run([*command, recovery_replicas_job.__file__, folder, name], env=variables, timeout=280, check=True)
-        return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(recovery_replicas_job.REPLICAS)]
+        return results(folder)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
-def test_replicas_of_torchrun() -> None:
-    """With a loss in each replica, and two at once."""
-    found = run(launch_by_torchrun, "launched", timeout_seconds=290, allow=["tmp"], env=OWN_SERVER)
+@pytest.mark.parametrize("name", recovery_replicas_job.LAUNCHED)
+def test_pipelines_of_torchrun(name: str) -> None:
+    """With a loss in each pipeline, and two at once."""
+    found = run(launch_by_torchrun, name, timeout_seconds=290, allow=["tmp"], env=OWN_SERVER)
     for ((differing, repairs),) in found:
         assert differing == [] and len(repairs) >= 2
 

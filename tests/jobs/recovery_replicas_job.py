@@ -1,7 +1,9 @@
 """A user's script: fits of two pipelines of two stages, of which workers of one or both are killed.
 
+The pipelines are two replicas, or divide the layers of one.
+
 Run as ``python recovery_replicas_job.py FOLDER NAME``, or by torchrun with four ranks. Each driver writes what it has
-come to into ``FOLDER/REPLICA``. Without torchrun, Lightning starts the second driver by running this script once more.
+come to into ``FOLDER/PIPELINE``. Without torchrun, Lightning starts the second driver by running this script once more.
 """
 
 import os
@@ -14,7 +16,7 @@ from typing import Any
 
 import torch
 from repair_job import MAX_RESTARTS, Kills, Net, differences, fit
-from torch import Tensor
+from torch import Tensor, nn
 
 from strategies import Recovery
 from strategies.pipeline.recovery import recovery
@@ -56,11 +58,13 @@ class Kept(ReplicaNet):
 class Evaluating(ReplicaNet):
     """Passes of an evaluation fill the log, in one replica faster than in the other."""
 
+    passes = (100, 50)
+
     def on_validation_start(self) -> None:
         self.sizes: list[int] = []
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        for _ in range(50 if self.trainer.global_rank else 100):
+        for _ in range(self.passes[self.trainer.global_rank]):
             self.sequential_module(batch[0])
             self.sizes.append(self.trainer.strategy.pipeline.recovery_bytes)
         super().validation_step(batch, batch_idx)
@@ -68,6 +72,28 @@ class Evaluating(ReplicaNet):
     def on_validation_end(self) -> None:
         both = self.sizes[1:]  # the second slot is in use then
         assert max(both) - min(both) < MOST_GROWTH_BYTES, (min(both), max(both))
+
+
+class EvaluatingAlike(Evaluating):
+    """Replicas that divide parameters run the same passes."""
+
+    passes = (60, 60)
+
+
+class Divided(ReplicaNet):
+    """Two pipelines of a replica divide two layers of the worker and two of the driver."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequential_module[2] = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 6))
+
+    def tensor_parallel_plan(self) -> dict[str, str]:
+        styles = {"2.0": "colwise", "2.2": "rowwise", "10": "colwise", "11": "rowwise"}
+        return {f"sequential_module.{name}": style for name, style in styles.items()}
+
+
+class DividedEvaluating(Divided, EvaluatingAlike):
+    """Pipelines that divide layers run the same passes."""
 
 
 class Ending(ReplicaNet):
@@ -91,7 +117,10 @@ class Killed(ReplicaNet):
 
 
 Case = tuple[dict[str, Any], Sequence[tuple[tuple[Kills, Kills], int]]]
-"""Arguments of ``fit``, and for each fit the kills in both replicas and ``snapshot_every_n_steps``."""
+"""Arguments of ``fit``, and for each fit the kills in both pipelines and ``snapshot_every_n_steps``.
+
+Of four pipelines, the third and the fourth have the kills of the first and the second.
+"""
 
 STEPS: tuple[Kills, Kills] = (
     {3: ["backward-0"], 8: ["forward-0"], 12: ["forward-0"]},
@@ -116,6 +145,9 @@ EVALUATION: tuple[Kills, Kills] = (
     {6: ["on_validation_end-0"], 13: ["on_validation_batch_end-0"]},
 )
 TEARDOWN: tuple[Kills, Kills] = ({13: ["at-end-0"]}, {5: ["backward-0"]})
+
+PARTS: dict[str, Any] = {"net": Divided, "replicas": 1, "parts": 2}
+PARAMETERS: dict[str, Any] = {"zero_stage": 3}
 
 CASES: dict[str, Case] = {
     "gpipe": ({"accumulate_grad_batches": 1}, [(({}, {}), 1), (STEPS, 1), (THIRD, 3)]),
@@ -151,14 +183,45 @@ CASES: dict[str, Case] = {
         },
         [(STEPS, 1)],
     ),
+    "parts": ({**PARTS, "accumulate_grad_batches": 1}, [(STEPS, 1), (BETWEEN, 3)]),
+    "parts, 1f1b": ({**PARTS, "schedule": "1f1b"}, [(STEPS, 1), (THIRD, 3)]),
+    "parts, saving": ({**PARTS, "accumulate_grad_batches": 1}, [(SAVING, 1), (SAVING, 4), (TEARDOWN, 1)]),
+    "parts, evaluation": ({**PARTS, "net": DividedEvaluating}, [(EVALUATION, 4)]),
+    "parts, verified": (
+        {**PARTS, "options": {"recovery": Recovery(MAX_RESTARTS, verify_every_n_steps=2)}},
+        [(STEPS, 1)],
+    ),
+    "parts, verified evaluation": (
+        {
+            **PARTS,
+            "net": DividedEvaluating,
+            "options": {"recovery": Recovery(MAX_RESTARTS, verify_every_n_steps=1)},
+        },
+        [(EVALUATION, 1)],
+    ),
+    "parts and replicas": ({"net": Divided, "parts": 2, "schedule": "1f1b"}, [(STEPS, 1), (VALIDATION, 2)]),
+    "parameters": ({"accumulate_grad_batches": 1, "options": PARAMETERS}, [(STEPS, 1), (BETWEEN, 3)]),
+    "parameters, saving": (
+        {"accumulate_grad_batches": 1, "options": PARAMETERS},
+        [(SAVING, 1), (SAVING, 4), (TEARDOWN, 1)],
+    ),
+    "parameters, evaluation": ({"net": EvaluatingAlike, "options": PARAMETERS}, [(EVALUATION, 4)]),
+    "parameters, verified": (
+        {
+            "schedule": "1f1b",
+            "options": {**PARAMETERS, "recovery": Recovery(MAX_RESTARTS, verify_every_n_steps=2)},
+        },
+        [(STEPS, 1)],
+    ),
     "between": ({"accumulate_grad_batches": 1}, [(BETWEEN, 1), (BETWEEN, 4)]),
 }
 
 LAUNCHED: dict[str, Case] = {
-    "launched": (
-        {"accumulate_grad_batches": 1, "options": {"zero_stage": 1}},
+    name: (
+        {"accumulate_grad_batches": 1, **options},
         [(({3: ["backward-0"], 9: ["forward-0"]}, {8: ["step-0"], 9: ["forward-0"]}), 1)],
     )
+    for name, options in {"launched": {"options": {"zero_stage": 1}}, "launched, parts": PARTS}.items()
 }
 """Fits of ranks of torchrun."""
 
@@ -170,16 +233,16 @@ def main(folder: Path, name: str) -> None:
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     if "TORCHELASTIC_RUN_ID" in os.environ:  # there is a rank for each stage
         rank //= STAGES
-    place = folder / f"replica-{rank}"
+    place = folder / f"pipeline-{rank}"
     place.mkdir(exist_ok=True)
     os.chdir(place)
     if name in ENDS:
         fit({}, 1, net=ENDS[name], stages=STAGES, replicas=REPLICAS)
     options, cases = {**CASES, **LAUNCHED}[name]
-    if options.get("net") is Evaluating:
+    if issubclass(options.get("net", Net), Evaluating):
         recovery.MOST_LOGGED_BYTES = LIMIT_BYTES
     settings = {"net": ReplicaNet, "stages": STAGES, "replicas": REPLICAS, **options}
-    repaired = [fit(kills[rank], every_n_steps, **settings) for kills, every_n_steps in cases]
+    repaired = [fit(kills[rank % 2], every_n_steps, **settings) for kills, every_n_steps in cases]
     settings["options"] = {name: each for name, each in settings.get("options", {}).items() if name != "recovery"}
     expected = fit({}, 0, **settings)  # last: whether ranks of torchrun replace workers is decided by the first fit
     answers = [(differences(found, expected), found["repairs"]) for found in repaired]

@@ -368,6 +368,7 @@ def fit(
     options: Mapping[str, Any] | None = None,
     stages: int = STAGES,
     replicas: int = 1,
+    parts: int = 1,
     ckpt_path: str | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
@@ -384,6 +385,7 @@ def fit(
         options: More arguments of the strategy.
         stages: Number of stages.
         replicas: Number of replicas.
+        parts: Number of pipelines that divide the layers of a replica.
         ckpt_path: The checkpoint with which it begins.
         settings: More arguments of the Trainer.
     """
@@ -399,6 +401,7 @@ def fit(
         microbatches=2,
         schedule=schedule,
         data_parallel_size=replicas,
+        tensor_parallel_size=parts,
         **{**repairs, **(options or {})},
     )
     strategy.rows_at_once = schedule == "gpipe"
@@ -425,7 +428,7 @@ def fit(
         enable_progress_bar=False,
         enable_model_summary=False,
         **{
-            **placed(strategy, stages * replicas),
+            **placed(strategy, stages * replicas * parts),
             "accumulate_grad_batches": 2,
             "gradient_clip_val": 0.5,
             **settings,

@@ -170,7 +170,6 @@ ELSEWHERE: dict[str, list[str]] = {
     "strategies/pipeline/pipe/followed.py": ["integration/pipe/test_pipe_rpc.py"],
     "strategies/pipeline/pipe/rpc_partitions.py": ["integration/pipe/test_pipe_rpc.py"],
     "strategies/pipeline/pipe/with_device.py": ["integration/pipe/test_pipe_rpc.py", "unit/pipeline/pipe/test_pipe.py"],
-    "strategies/pipeline/recovery/together.py": ["faults/test_recovery_replicas.py"],
     "strategies/pipeline/recovery/recovery.py": ["integration/pipeline/test_recovery.py"],
     "strategies/pipeline/schedule/operations.py": [
         "unit/pipeline/schedule/test_device_simulator.py",

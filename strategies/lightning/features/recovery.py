@@ -53,10 +53,10 @@ class LostWorkers(Feature):
             )
 
     def arguments(self, prepared: Preparation, optimizers: Sequence[Optimizer]) -> PipelineArguments:
-        """Return the settings of recovery, and the store through which the drivers of all replicas agree on repairs."""
+        """Return the settings of recovery, and the store through which all drivers agree on repairs."""
         if prepared.num_stages == 1:
             return {}
-        together = _rounds(prepared) if prepared.ranks.is_distributed else None
+        together = _rounds(prepared) if prepared.ranks.num_pipelines > 1 else None
         return {"recovery": self._settings, "together": together}
 
     def on_batches_end(self, run: Run) -> None:
@@ -69,14 +69,15 @@ class LostWorkers(Feature):
 
 
 def _rounds(prepared: Preparation) -> Callable[[], Rounds]:
-    """Return a function that connects to the store through which the drivers of all replicas agree on repairs.
+    """Return a function that connects to the store through which the drivers of all pipelines agree on repairs.
 
     Raises:
         ValueError: If the default process group has no TCP store.
     """
     ranks, seconds = prepared.ranks, prepared.settings.patience_seconds
     connect = shared_store(f"relay {ranks.rendezvous}")
-    return lambda: Rounds(connect(), ranks.global_rank, ranks.world_size, seconds)
+    kind = "replica" if ranks.world_size == ranks.num_pipelines else "pipeline"
+    return lambda: Rounds(connect(), *ranks.group_place, seconds, kind)
 
 
 def check_settings(settings: Recovery) -> None:

@@ -13,7 +13,7 @@ from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.recovery.links import LoggedTransport
 from strategies.pipeline.recovery.log import Log, NotRepeated
 from strategies.pipeline.recovery.repairs import Recovery, Repair, Repairs
-from strategies.pipeline.recovery.together import Together
+from strategies.pipeline.recovery.together import InStep, Together
 from strategies.pipeline.recovery.verification import check_repeated
 from strategies.pipeline.state.carriers import InSlot
 from strategies.pipeline.state.snapshots import Snapshot, Snapshots
@@ -27,7 +27,8 @@ MOST_LOGGED_BYTES = 2**28
 Restart = Callable[[Failures, Sequence[InSlot], int], Transport]
 """Starts new workers from the states in slots, and returns the transport that connects the driver with them.
 
-The arguments are the failures of the new session, the slots, and how often the replicas have replaced their workers."""
+The arguments are the failures of the new session, the slots, and how often the pipelines have replaced their workers.
+"""
 
 
 class Recoverer:
@@ -41,7 +42,8 @@ class Recoverer:
         slots: The two slots of each worker.
         restart: Starts new workers.
         done: The repairs so far. Each repair adds an entry.
-        rounds: The store through which the drivers of all replicas agree, if there are several.
+        rounds: The store through which the drivers of all pipelines agree, if there are several.
+        in_step: The pipelines that divide layers with this one, if there are any.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Recoverer:
         restart: Restart,
         done: list[Repair],
         rounds: Rounds | None = None,
+        in_step: InStep | None = None,
     ) -> None:
         self._settings, self._remotes, self._restart = settings, remotes, restart
         self._log = Log(failures)
@@ -65,7 +68,7 @@ class Recoverer:
         self._slot_bytes = [0] * NUM_SLOTS
         """The memory of the slots at each place."""
         self._repairs = Repairs(settings.max_restarts, self._log, self._kill, self._replace, done)
-        self._together = Together(rounds, failures) if rounds is not None else None
+        self._together = Together(rounds, failures, in_step) if rounds is not None else None
         self._num_steps = self._steps_at_snapshot = self._num_updates = 0
         self._verified_from: Snapshot | None = None
         """The snapshot from which the present step is computed a second time; ``None`` if it is not verified."""
@@ -82,7 +85,7 @@ class Recoverer:
         self._begin(first)
 
     def end_together(self) -> None:
-        """Wait until no other replica needs the workers of this replica to replace its own workers."""
+        """Wait until no other pipeline needs the workers of this pipeline to replace its own workers."""
         if self._together is not None:
             self._together.end_together(self._log.failures)
 
@@ -104,19 +107,18 @@ class Recoverer:
 
         Args:
             num_steps: The number of optimizer steps so far.
-            is_due: Whether a snapshot is due after any optimizer step. Equal in all replicas.
+            is_due: Whether a snapshot is due after any optimizer step. Equal in all pipelines.
         """
         self._report()
         has_stepped, steps = self._count(num_steps), num_steps - self._steps_at_snapshot
-        is_large = self._log.size_bytes > MOST_LOGGED_BYTES and self._may_take_extra()
         if self._verified_from is not None:
-            if has_stepped or is_large:
+            if has_stepped or self._takes_extra():
                 self._verify(self._verified_from, is_extra=not has_stepped)
             return
         repairs = self._settings.max_restarts > 0
         due_after = 1 if is_due else self._settings.snapshot_every_n_steps
         is_regular = self._is_next_verified or (repairs and steps >= due_after)
-        if is_regular or (repairs and is_large):
+        if is_regular or (repairs and self._takes_extra()):
             self._begin(self._take_snapshot(is_extra=not is_regular))
         elif not repairs:
             self._log.drop()
@@ -124,28 +126,40 @@ class Recoverer:
             self._forget()
 
     def before_evaluation(self, num_steps: int) -> None:
-        """Take a snapshot if optimizers have stepped since the last one and there are several replicas.
+        """Take a snapshot if optimizers have stepped since the last one and there are other replicas.
 
         While a replica evaluates, it may take more snapshots only if the replicas have met in no step since the last.
+        Replicas that divide layers take all snapshots together, and need none here.
 
         Args:
             num_steps: The number of optimizer steps so far.
         """
-        if self._together is not None and num_steps > self._steps_at_snapshot:
+        if self._together is not None and self._together.has_others and num_steps > self._steps_at_snapshot:
             self.between_passes(num_steps, is_due=True)
 
-    def _may_take_extra(self) -> bool:
-        """Return whether this pipeline may take a snapshot that the other replicas do not take.
+    def _takes_extra(self) -> bool:
+        """Return whether a snapshot is taken before it is due, because the log is large.
 
-        This loses the last but one snapshot, which is needed as long as another replica has not completed the last one.
-        The other replicas can start from the last one if they have exchanged no values since.
+        Pipelines in step with this one take it at the same point, and this call is collective for them. Other replicas
+        do not take it.
         """
-        if self._together is None:
-            return True
+        is_large, together = self._log.size_bytes > MOST_LOGGED_BYTES, self._together
+        if together is None:
+            return is_large
+        if together.in_step is None:
+            return is_large and self._may_take_extra(together)
+        return together.in_step.take_extra(is_large, self._may_take_extra(together))
+
+    def _may_take_extra(self, together: Together) -> bool:
+        """Return whether this pipeline may take a snapshot that other replicas do not take.
+
+        This loses the last but one snapshot, which is needed as long as another pipeline has not completed the last
+        one. Other replicas can start from the last one if they have exchanged no values since.
+        """
         last = self._snapshots.ordered[-1]
-        if not self._log.can_begin_at(last.number) or self._log.has_met_since(last.number):
+        if not self._log.can_begin_at(last.number):
             return False
-        return self._together.all_have(last.period)
+        return not together.has_others or (not self._log.has_met_since(last.number) and together.all_have(last.period))
 
     def _report(self) -> None:
         """Let the other replicas know if the last snapshot has been completed."""
@@ -193,10 +207,9 @@ class Recoverer:
         failures, found = self._log.failures, None
         try:
             with self._log.lock:
-                # Workers of the replicas average gradients in the second computation, too. If workers have been
-                # replaced that had a snapshot of this step, one replica may have given up the second computation, so
-                # all replicas do.
-                if is_extra or self._together is None or self._together.agreed < begin.period:
+                # Workers exchange values with other pipelines in the second computation, too. If workers have been
+                # replaced that had this snapshot, one pipeline may have given up the second computation, so all do.
+                if self._together is None or not self._together.have_returned_to(begin, is_extra=is_extra):
                     found = self._computed_again(begin)
         except Exception as error:
             self._log.overcome(failures, error)
@@ -263,14 +276,13 @@ class Recoverer:
 
     def _replace(self, failures: Failures, lost: str) -> int:
         """Start new workers from the last usable snapshot, and repeat the log since then."""
-        usable = {each.period: each for each in self._usable()}  # of each period, the last one
+        usable = self._usable()
         if not usable:
             raise RuntimeError("the first snapshot was not complete")
-        period, num_rounds = max(usable), 0
+        begin, num_rounds = usable[-1], 0
         if self._together is not None:
-            period = self._together.agree(lost, list(usable), self._log.failures, failures)
+            begin = self._together.agree(lost, usable, self._log.failures, failures)
             num_rounds = self._together.round
-        begin = usable[period]
         slots = [InSlot(address, begin.number) for address in self._snapshots.addresses(begin)]
         self.transport.connect(self._restart(failures, slots, num_rounds))
         return self._log.run_again(begin.number)

@@ -1,16 +1,20 @@
-"""The drivers of several replicas, which replace their workers together.
+"""The drivers of several pipelines, which replace their workers together.
 
     driver 0   ✗ a worker is lost ── announces ─────────── agrees ── new workers, the log again
                                         │                    │
     driver 1                       hears of it ─ ends its ── agrees ── new workers, the log again
                                                  workers
 
-The replicas of a stage are connected to each other, so a worker cannot continue when the worker of another replica is
+The same stages of all pipelines are connected, so a worker cannot continue when the worker of another pipeline is
 replaced. Collective operations between drivers are not disturbed.
+
+Pipelines that divide layers (``tensor_parallel_size``, ``zero_stage=3``) are *in step*: their stages exchange values in
+every pass, so they run the same passes, take all snapshots at the same points, and return to the same one. Replicas
+that are not in step meet when they average gradients, and may take further snapshots between two such meetings.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
 from torch import distributed as dist
@@ -18,24 +22,51 @@ from torch import distributed as dist
 from strategies.common.errors import WorkerLost
 from strategies.launch.rounds import MemberGone, Rounds
 from strategies.pipeline.control.client import Failures
+from strategies.pipeline.state.snapshots import Snapshot
 
 _LOOK_SECONDS = 0.03
 
 
+class InStep:
+    """The pipelines that divide layers with this one. They run the same passes.
+
+    Args:
+        ranks: Their numbers, with the number of this pipeline.
+        count: Collective over their drivers: returns how many of them have passed ``True``, for each argument.
+    """
+
+    def __init__(self, ranks: Collection[int], count: Callable[[Sequence[bool]], Sequence[int]]) -> None:
+        self.ranks, self._count = ranks, count
+
+    def take_extra(self, wants: bool, can: bool) -> bool:
+        """Return whether all of these pipelines take a snapshot now. Collective.
+
+        Args:
+            wants: Whether this pipeline needs one.
+            can: Whether this pipeline can take one.
+        """
+        num_wanting, num_unable = self._count([wants, not can])
+        return num_wanting > 0 and num_unable == 0
+
+
 class Together:
-    """Connects this driver to the drivers of the other replicas, from :meth:`start` to :meth:`end`.
+    """Connects this driver to the drivers of the other pipelines, from :meth:`start` to :meth:`end`.
 
     Args:
         rounds: The store through which the drivers agree.
-        failures: The failures of the present session. The loss of a worker in another replica is added to them.
+        failures: The failures of the present session. The loss of a worker in another pipeline is added to them.
+        in_step: The pipelines that divide layers with this one; ``None`` if there are none.
     """
 
-    def __init__(self, rounds: Rounds, failures: Failures) -> None:
+    def __init__(self, rounds: Rounds, failures: Failures, in_step: InStep | None = None) -> None:
         self._rounds, self._failures, self._has_heard = rounds, failures, False
+        self.in_step = in_step
+        self.has_others = in_step is None or len(in_step.ranks) < rounds.size
+        """Whether there are pipelines that are not in step with this one."""
         self.reported = -1
         """The period of the newest snapshot from which this pipeline can start, for the other drivers to know."""
-        self.agreed = -1
-        """The period on which the drivers have agreed last."""
+        self.agreed: Snapshot | None = None
+        """The snapshot from which the workers have started last; ``None`` if they have not been replaced."""
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._listen, name="relay-replicas", daemon=True)
 
@@ -45,7 +76,7 @@ class Together:
 
     @property
     def round(self) -> int:
-        """The number of times that the replicas have replaced their workers."""
+        """The number of times that the pipelines have replaced their workers."""
         return self._rounds.number
 
     def all_have(self, period: int) -> bool:
@@ -54,29 +85,46 @@ class Together:
             return self._rounds.all_have(period)
         return False
 
-    def agree(self, lost: str, periods: Sequence[int], before: Failures, failures: Failures) -> int:
+    def agree(self, lost: str, snapshots: Sequence[Snapshot], before: Failures, failures: Failures) -> Snapshot:
         """Wait until all drivers are about to replace their workers.
 
         Args:
             lost: Which worker was lost, and how.
-            periods: The periods of the snapshots from which this pipeline can start.
+            snapshots: The snapshots from which this pipeline can start, in order.
             before: The failures of the session that is over. The wait ends when one of these is raised to the user.
             failures: The failures of the session that begins.
 
         Returns:
-            The last period of whose snapshots each replica has one.
+            The last of these snapshots from which all pipelines can continue together.
 
         Raises:
-            RuntimeError: If another driver has ended its run, or if the replicas have no snapshot in common.
+            RuntimeError: If another driver has ended its run, or if the pipelines have no snapshot in common.
         """
+        rank, kind = self._rounds.rank, self._rounds.kind
         with self._lock:
-            self._rounds.announce(f"in replica {self._rounds.rank}: {lost}")
-            period = self._rounds.agree(periods, lambda: before.raised or self._ended.is_set())
+            self._rounds.announce(f"in {kind} {rank}: {lost}")
+            own = [(each.period, each.number) for each in snapshots]
+            told = self._rounds.tell(own, lambda: before.raised or self._ended.is_set())
             self._failures, self._has_heard = failures, False
-        if period is None:
-            raise RuntimeError("the replicas have no snapshots of the same step")
-        self.agreed = period
-        return period
+        in_step = [rank] if self.in_step is None else self.in_step.ranks
+        chosen = common([[(period, number) for period, number in each] for each in told], in_step)
+        if chosen is None:
+            raise RuntimeError(f"the {kind}s have no snapshots of the same step")
+        self.agreed = next(each for each in snapshots if (each.period, each.number) == chosen)
+        return self.agreed
+
+    def have_returned_to(self, snapshot: Snapshot, *, is_extra: bool) -> bool:
+        """Return whether a pipeline may have started again from a snapshot, or from a later one.
+
+        Args:
+            snapshot: The snapshot.
+            is_extra: Whether the question is for the pipelines in step with this one only.
+        """
+        if self.agreed is None or (is_extra and self.in_step is None):
+            return False
+        if is_extra:
+            return self.agreed.number >= snapshot.number
+        return self.agreed.period >= snapshot.period
 
     def end_together(self, failures: Failures) -> None:
         """Wait until no driver needs its workers any more. Replace workers that are lost during the wait."""
@@ -109,3 +157,15 @@ class Together:
                 if why is not None:
                     self._has_heard = True
                     self._failures.add(WorkerLost(why), consequence=False)
+
+
+def common(told: Sequence[Sequence[tuple[int, int]]], in_step: Collection[int]) -> tuple[int, int] | None:
+    """Return the snapshot from which a pipeline continues together with all others; ``None`` if there is none.
+
+    Args:
+        told: For each pipeline, the period and the number of each snapshot from which it can start.
+        in_step: The pipelines that run the same passes, with this one. They start from the same snapshot.
+    """
+    periods = set.intersection(*({period for period, _ in own} for own in told))
+    shared = set.intersection(*(set(told[rank]) for rank in in_step))
+    return max((each for each in shared if each[0] == max(periods, default=None)), default=None)

@@ -53,8 +53,8 @@ def test_who_has_to_go_back_closes_the_gate(pair: tuple[Rounds, Rounds], start: 
     assert pair[1].pass_gate(never) is False
     assert pair[0].announce("why") == pair[1].announced() == "why"
     assert pair[1].announce("something else") == "why"
-    agreed = start(pair[0].agree, [3, 4])
-    assert pair[1].agree([2, 3]) == agreed.result(5) == 3
+    told = start(pair[0].tell, [3, 4])
+    assert pair[1].tell([2, 3]) == told.result(5) == [[3, 4], [2, 3]]
     assert pair[0].number == pair[1].number == 1 and pair[0].announced() is None
     first = start(pair[0].pass_gate, never)
     assert pair[1].pass_gate(never) and first.result(5)
@@ -86,16 +86,11 @@ def test_who_knows_that_it_has_to_go_back_does_not_come(
     assert first.result(5) is False
 
 
-def test_nothing_in_common(pair: tuple[Rounds, Rounds], start: Callable[..., "Future[Any]"]) -> None:
-    first = start(pair[0].agree, [1, 2])
-    assert pair[1].agree([3]) is None and first.result(5) is None
-
-
 def test_a_member_that_has_left(pair: tuple[Rounds, Rounds]) -> None:
     pair[1].leave()
     assert pair[0].pass_gate(never)
     with pytest.raises(MemberGone, match="replica 1 has ended its run"):
-        pair[0].agree([1])
+        pair[0].tell([1])
 
 
 def test_a_member_that_does_not_come() -> None:
@@ -103,6 +98,6 @@ def test_a_member_that_does_not_come() -> None:
     with pytest.raises(MemberGone, match=r"did not reach the same point within 0\.05 s"):
         alone.pass_gate(never)
     with pytest.raises(MemberGone, match=r"did not return to a snapshot within 0\.05 s"):
-        alone.agree([1])
+        alone.tell([1])
     with pytest.raises(MemberGone, match="replica 0 has ended its run"):
-        alone.agree([1], lambda: True)
+        alone.tell([1], lambda: True)

@@ -403,7 +403,7 @@ NOT_BY_ELEMENT = ("Adafactor", "Adafactor, foreach", "Muon", "Lars", "Lamb, no c
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in IN_UNIT)) for name in DIVISIBLE]
 )
 def test_divisible_by_rows(name: str) -> None:
-    own = [p for p in parameters() if p.ndim]  # a scalar has no rows
+    own = parameters()
     optimizer = DIVISIBLE[name](own)
     check_divisible(optimizer)
     before, values = str(optimizer.state_dict()), [p.detach().clone() for p in own]

@@ -53,7 +53,6 @@ class DividedParameters(Feature):
             return None
         excluded = {
             f"tensor_parallel_size={options.tensor_parallel_size}": options.tensor_parallel_size > 1,
-            "recovery": options.recovery is not None,
             "rebalance": options.rebalance is not None,
             "gather_on_end=False": options.gather_on_end is False,
             "state_dict_type='sharded'": options.state_dict_type == "sharded",

@@ -81,7 +81,6 @@ class TensorParallel(Feature):
         if options.tensor_parallel_size == 1:
             return None
         excluded = {
-            "recovery": options.recovery is not None,
             "rebalance": options.rebalance is not None,
             "gather_on_end=False": options.gather_on_end is False,
         }

@@ -11,11 +11,9 @@ from torch import nn
 
 from strategies import RPCSequentialStrategy
 from strategies.lightning.features.pipelines.divided_parameters import DividedParameters
-from strategies.pipeline.recovery.repairs import Recovery
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "tensor_parallel_size=2": {"tensor_parallel_size": 2},
-    "recovery": {"recovery": Recovery(max_restarts=1)},
     "rebalance": {"rebalance": "auto"},
     "gather_on_end=False": {"gather_on_end": False},
     "state_dict_type='sharded'": {"state_dict_type": "sharded"},

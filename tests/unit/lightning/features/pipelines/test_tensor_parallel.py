@@ -11,7 +11,6 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from strategies import RPCSequentialStrategy
 from strategies.lightning.features.pipelines.tensor_parallel import TensorParallel, digest, plan_of
-from strategies.pipeline.recovery.repairs import Recovery
 from strategies.sharding.divided_layers import PlannedModel
 from trainer import Trainer
 
@@ -43,7 +42,6 @@ def test_a_number_of_parts(size: Any) -> None:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "recovery": {"recovery": Recovery(max_restarts=1)},
     "rebalance": {"rebalance": "auto"},
     "gather_on_end=False": {"gather_on_end": False},
 }
