@@ -35,11 +35,12 @@ twice as often."""
 ONLY_WITH = {"snapshot_every_n_steps": "max_restarts"}
 """Arguments that have no effect without another one."""
 
-SEVERAL_REPLICAS: dict[str, tuple[Any, ...]] = {
+SEVERAL_PIPELINES: dict[str, tuple[Any, ...]] = {
     "max_restarts": (0, 3),
-    "zero_stage": (0, 1, 2),
+    "zero_stage": (0, 1, 2, 3),
+    "tensor_parallel_size": (1, 1, 2),
 }
-"""What differs where there are several replicas."""
+"""What differs where there are several pipelines: replicas, or pipelines that divide layers."""
 
 RANKS: dict[str, dict[str, tuple[Any, ...]]] = {
     "ddp": {"async_save": (False, True)},
@@ -70,7 +71,7 @@ class Shape:
     Attributes:
         strategy: ``pipeline``, or a key of ``RANKS``.
         stages: Number of stages; 1 where there are ranks.
-        replicas: Number of replicas of a pipeline, or of ranks.
+        replicas: Number of pipelines, or of ranks. Pipelines with ``tensor_parallel_size`` are one replica.
         precision: Lightning's.
         accumulate: Batches of one optimizer step.
         options: Arguments of the strategy.
@@ -88,6 +89,11 @@ class Shape:
     def option(self, name: str, default: Any = None) -> Any:
         """An argument of the strategy."""
         return dict(self.options).get(name, default)
+
+    @property
+    def num_parts(self) -> int:
+        """Into how many parts the pipelines divide layers."""
+        return int(self.option("tensor_parallel_size", 1))
 
     @property
     def num_repairs(self) -> int:
@@ -276,12 +282,15 @@ def _draw_shape(draws: Draws) -> Shape:
     if strategy != "pipeline":
         return Shape(strategy, 1, 2, precision, accumulate, _draw_options(draws, RANKS[strategy]))
     stages, replicas = draws.of("stages", (1, 2, 2, 3, 3)), int(draws.weighted("replicas", {"1": 12, "2": 1}))
-    options = _draw_options(draws, {**OPTIONS, **(SEVERAL_REPLICAS if replicas > 1 else {})})
+    options = _draw_options(draws, {**OPTIONS, **(SEVERAL_PIPELINES if replicas > 1 else {})})
     return Shape(strategy, stages, replicas, precision, accumulate, options)
 
 
 def _draw_options(draws: Draws, table: dict[str, tuple[Any, ...]]) -> tuple[tuple[str, Any], ...]:
     drawn = {name: draws.of(name, values) for name, values in table.items()}
+    drawn.pop("zero_stage" if drawn.get("tensor_parallel_size", 1) > 1 else "tensor_parallel_size", None)
+    if drawn.get("zero_stage") == 3:
+        drawn["state_dict_type"] = "full"
     return tuple((name, value) for name, value in drawn.items() if drawn.get(ONLY_WITH.get(name, ""), 1) != 0)
 
 
@@ -333,8 +342,11 @@ def _is_possible(shape: Shape, fault: Fault) -> bool:
         return False
     if fault.role == SERVER and (shape.replicas > 1 or fault.phase == ANY_MOMENT):
         return False
-    if fault.role == WORKER and fault.kind in ("disk full", "cut off") and shape.option("state_dict_type") != "sharded":
-        return False  # the driver writes everything
+    driver_writes = shape.option("state_dict_type") != "sharded" or shape.num_parts > 1
+    if fault.role == WORKER and fault.kind in ("disk full", "cut off") and driver_writes:
+        return False
+    if fault.kind == "nan" and shape.num_parts > 1:
+        return False  # in one pipeline only: what the others compute depends on the layer
     if (
         fault.replica
         and fault.phase == "checkpoint"

@@ -47,6 +47,9 @@ class Net(pl.LightningModule):
     def _loss(self, batch: list[Tensor]) -> Tensor:
         return (self.head(self.sequential_module(batch[0])) - batch[1]).square().mean()
 
+    def tensor_parallel_plan(self) -> dict[str, str]:
+        return {"sequential_module.*.linear": "colwise_gather_output"}
+
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         makes_nan = self.traps.spring("forward")
         loss = self._loss(batch)
@@ -147,9 +150,10 @@ def train(
     hears = Hears()
     trainer = _trainer(shape, folder / saved, traps, hears)
     generator = torch.Generator().manual_seed(2)
+    num_shares = shape.replicas // shape.num_parts
     data = [
         TensorDataset(torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, 1, generator=generator))
-        for rows in (NUM_BATCHES * ROWS * (shape.replicas), 2 * ROWS * shape.replicas)
+        for rows in (NUM_BATCHES * ROWS * num_shares, 2 * ROWS * num_shares)
     ]
     loaders = DataLoader(data[0], ROWS, shuffle=True), DataLoader(data[1], ROWS)
     striking = traps.strike_later(strikes_after_seconds) if any(fault.phase == ANY_MOMENT for fault in faults) else None
@@ -178,7 +182,7 @@ def train(
 def _trainer(shape: Shape, saved: Path, traps: Traps, hears: Hears) -> Trainer:
     options = dict(shape.options)
     if shape.strategy == "pipeline":
-        replicas = {"data_parallel_size": shape.replicas} if shape.replicas > 1 else {}
+        replicas = {"data_parallel_size": shape.replicas // shape.num_parts}
         recovery = Recovery(
             **{field.name: options.pop(field.name) for field in fields(Recovery) if field.name in options}
         )
