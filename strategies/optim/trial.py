@@ -85,7 +85,7 @@ def check_by_element(optimizer: Optimizer, option: str, instead: str) -> None:
     Raises:
         ValueError: If the results differ.
     """
-    sample = [p for share in _shares(optimizer, None) for p in share if p.ndim]  # a scalar has no rows, and stays whole
+    sample = [p for share in _shares(optimizer, None, with_scalars=False) for p in share]  # a scalar has no rows
     if where := _tried(optimizer, [(sample, rows) for rows in _ROWS], leads=False):
         raise ValueError(
             f"{type(optimizer).__name__} cannot be used under {option}, where each process steps some rows of every "
@@ -106,10 +106,15 @@ def _required_arguments(cls: type[Optimizer]) -> list[str]:
     return [p.name for p in parameters if p.default is p.empty and p.kind not in variable]
 
 
-def _shares(optimizer: Optimizer, parts: Sequence[Collection[Tensor]] | None) -> list[list[Tensor]]:
+def _shares(
+    optimizer: Optimizer, parts: Sequence[Collection[Tensor]] | None, *, with_scalars: bool = True
+) -> list[list[Tensor]]:
     """Return, for each part, some parameters of each group that represent all its parameters."""
     number = 1 if len(optimizer.param_groups) > _MANY_GROUPS else _PER_PART
-    groups = [[p for p in g["params"] if p.is_floating_point() or p.is_complex()] for g in optimizer.param_groups]
+    groups = [
+        [p for p in group["params"] if (p.is_floating_point() or p.is_complex()) and (p.ndim or with_scalars)]
+        for group in optimizer.param_groups
+    ]
     if parts is None:  # two ranks, which get the parameters alternately
         chosen = [(k + g, p) for g, group in enumerate(groups) for k, p in enumerate(group[: 2 * number])]
         return [share for rank in range(2) if (share := [p for place, p in chosen if place % 2 == rank])]

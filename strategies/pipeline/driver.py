@@ -406,7 +406,7 @@ class Pipeline(NotCopyable):
 
         Raises:
             RuntimeError: If the pipeline has ended.
-            Exception: The same error again, if the layers of a dead worker are lost, or if there are other replicas,
+            Exception: The same error again, if the layers of a dead worker are lost, or if there are other pipelines,
                 which have not failed.
         """
         running = self._running
@@ -602,17 +602,17 @@ class Pipeline(NotCopyable):
         )
 
     def _in_step(self, rounds: Rounds) -> InStep | None:
-        """Return the pipelines that divide layers with this one, which have successive numbers."""
+        """Return the pipelines that divide layers or parameters with this one, which have successive numbers."""
         size = self._parts_of_layers.count if self._parts_of_layers is not None else rounds.size
         if self.divided is None or size == 1:
             return None
 
-        def count(flags: Sequence[bool]) -> list[int]:
-            counts: list[int] = divided_layers.tensor_group().sum(torch.tensor(flags, dtype=torch.int64)).tolist()
-            return counts
+        def any_of(flags: Sequence[bool]) -> list[bool]:
+            counts = divided_layers.tensor_group().sum(torch.tensor(flags, dtype=torch.int64))
+            return [count > 0 for count in counts.tolist()]
 
         first = rounds.rank // size * size
-        return InStep(range(first, first + size), count)
+        return InStep(range(first, first + size), any_of)
 
     def _slots(self, ending: ExitStack) -> list[list[SlotAddress]]:
         """Return the two slots of each worker, held by the supervisors of ranks or by this process."""
@@ -626,15 +626,16 @@ class Pipeline(NotCopyable):
             addresses.append([slot.address for slot in held])
         return addresses
 
-    def _between_passes(self) -> None:
+    def _between_passes(self, waits: bool) -> None:
         """Take a snapshot if it is due. The executor calls this between two passes."""
         if self._recovery is not None:
-            self._recovery.between_passes(self.optimizers.num_steps)
+            self._recovery.between_passes(self.optimizers.num_steps, waits=waits)
 
     def before_evaluation(self) -> None:
         """Prepare a long evaluation between two steps; with replicas, all of them call this at the same point."""
-        if self._recovery is not None and self._running is not None and not self._running.executor.unfinished:
-            self._recovery.before_evaluation(self.optimizers.num_steps)
+        if self._recovery is not None and self._running is not None:
+            waits = bool(self._running.executor.unfinished)
+            self._recovery.before_evaluation(self.optimizers.num_steps, waits=waits)
 
     def verify(self) -> None:
         """Compute what has run since the last verified step a second time and compare, if that is due.
@@ -644,8 +645,8 @@ class Pipeline(NotCopyable):
         Raises:
             ComputedWrongly: If a stage computes differently the second time.
         """
-        if self._recovery is not None and self._running is not None and not self._running.executor.unfinished:
-            self._recovery.verify(self.optimizers.num_steps)
+        if self._recovery is not None and self._running is not None:
+            self._recovery.verify(self.optimizers.num_steps, waits=bool(self._running.executor.unfinished))
 
     # Start
 
@@ -965,7 +966,7 @@ class Pipeline(NotCopyable):
         Args:
             gather: Wait for the workers, and make the module whole again if ``gathers_on_end`` is set. Otherwise the
                 layers of the workers are lost.
-            is_failing: Whether the run ends with an error. If it does not, other replicas may need the workers of this
+            is_failing: Whether the run ends with an error. If it does not, other pipelines may need the workers of this
                 pipeline until they have gathered their own layers.
 
         Raises:

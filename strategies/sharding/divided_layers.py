@@ -37,10 +37,16 @@ class TensorGroup:
     Args:
         group: The ranks, on gloo. Values on GPUs travel through the memory of the host.
         wait: Calls a function that waits for other ranks.
+        note: Called with each tensor that this rank gives to the others (``"sent"``) or gets (``"received"``).
     """
 
-    def __init__(self, group: ProcessGroup, wait: Wait = wait_here) -> None:
-        self._group, self._wait = group, wait
+    def __init__(
+        self,
+        group: ProcessGroup,
+        wait: Wait = wait_here,
+        note: Callable[[Literal["sent", "received"], Tensor], None] = lambda way, tensor: None,
+    ) -> None:
+        self._group, self._wait, self._note = group, wait, note
         self.rank, self.size = group.rank(), group.size()
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -48,8 +54,10 @@ class TensorGroup:
         if tensor.is_meta:
             return torch.empty_like(tensor)
         message = tensor.detach().to("cpu", copy=True).contiguous()
+        self._note("sent", message)
         work = self._group.allreduce([message])
         self._wait(work.wait)
+        self._note("received", message)
         return message.to(tensor.device)
 
     def of_first(self, tensor: Tensor) -> Tensor:
@@ -65,8 +73,11 @@ class TensorGroup:
             return [torch.empty_like(tensor) for _ in range(self.size)]
         message = tensor.detach().cpu().contiguous()
         received = [torch.empty_like(message) for _ in range(self.size)]
+        self._note("sent", message)
         work = self._group.allgather([received], [message])
         self._wait(work.wait)
+        for part in received:
+            self._note("received", part)
         return [part.to(tensor.device) for part in received]
 
 

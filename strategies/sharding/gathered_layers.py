@@ -52,16 +52,20 @@ class ReplicaGroup(TensorGroup):
         """Return the tensors of all replicas, of shape ``[n]``, one after the other: ``[size * n]``."""
         message = tensor.detach().cpu().contiguous()
         received = message.new_empty(self.size * len(message))
+        self._note("sent", message)
         work = gather_base(self._group, _bytes(received), _bytes(message))
         self._wait(work.wait)
+        self._note("received", received)
         return received.to(tensor.device)
 
     def sum_of_part(self, tensor: Tensor) -> Tensor:
         """Return this replica's part of the sum over the replicas of a tensor of shape ``[size * n]``: ``[n]``."""
         message = tensor.detach().cpu().contiguous()
         received = torch.empty_like(message)
+        self._note("sent", message)
         work = self._group.alltoall_base(_bytes(received), _bytes(message), [], [])
         self._wait(work.wait)
+        self._note("received", received)
         total, *others = received.chunk(self.size)
         total = total.clone()
         for other in others:

@@ -1,6 +1,7 @@
 """``max_restarts`` with several pipelines: fits that lose workers end as one that loses none, in all pipelines."""
 
 import pickle
+import re
 import subprocess
 import sys
 import tempfile
@@ -59,6 +60,7 @@ def launch_by_torchrun(name: str) -> list[Any]:
 def test_pipelines_of_torchrun(name: str) -> None:
     """With a loss in each pipeline, and two at once."""
     found = run(launch_by_torchrun, name, timeout_seconds=290, allow=["tmp"], env=OWN_SERVER)
+    assert len(found) == 2
     for ((differing, repairs),) in found:
         assert differing == [] and len(repairs) >= 2
 
@@ -86,3 +88,20 @@ def test_other_failures_of_a_replica_end_the_run(name: str, messages: list[str])
     said, seconds = run(ending, name, timeout_seconds=110)
     assert all(message in said for message in messages), said
     assert seconds < 60  # rpc_timeout_sec
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", ["faulty part", "faulty replica", "faulty replica, parameters"])
+def test_a_worker_that_computes_wrongly(name: str) -> None:
+    """The driver of its pipeline names it. The other driver ends by this, or says that another pipeline is at fault."""
+    said, _ = run(ending, name, timeout_seconds=110)
+    (rank, found), *others = re.findall(
+        r"rank(\d)\]: \S*ComputedWrongly: .*?gave different values: (.*?)\. Either", said
+    )
+    if rank == "0":
+        others, (rank, found) = [(rank, found)], others[0]
+    first = "gave the same stage of the other pipelines" if name == "faulty part" else "sent the driver"
+    assert rank == "1" and found.startswith(f"stage 0 {first} a different value")
+    elsewhere = "stage 0 got a different value from the same stage of another pipeline, whose driver says more"
+    assert all(other == ("0", elsewhere) for other in others)

@@ -98,6 +98,25 @@ class Divided(ReplicaNet):
 class DividedEvaluating(Divided, EvaluatingAlike): ...
 
 
+class ChangesOnce(nn.Linear):
+    """Computes wrongly once, on the worker of the second pipeline."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        changed, output = Path("changed"), super().forward(rows)
+        if self.training and Path.cwd().name == "pipeline-1" and not changed.exists():
+            changed.touch()
+            return output + 0.01
+        return output
+
+
+class Faulty(Divided):
+    """A worker of the second pipeline computes wrongly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequential_module[0] = ChangesOnce(4, 6)
+
+
 class Ending(ReplicaNet):
     """Fails in the second replica, whose workers live."""
 
@@ -227,19 +246,27 @@ LAUNCHED: dict[str, Case] = {
 }
 """Fits of ranks of torchrun."""
 
-ENDS: dict[str, type[Net]] = {"error": Ending, "driver": Killed}
+FOUND: dict[str, Any] = {"recovery": Recovery(verify_every_n_steps=1)}
+ENDS: dict[str, tuple[type[Net], dict[str, Any]]] = {
+    "error": (Ending, {"replicas": 2}),
+    "driver": (Killed, {"replicas": 2}),
+    "faulty part": (Faulty, {"parts": 2, "options": FOUND}),
+    "faulty replica": (Faulty, {"replicas": 2, "options": FOUND}),
+    "faulty replica, parameters": (Faulty, {"replicas": 2, "options": {**FOUND, "zero_stage": 3}}),
+}
 """Fits that end by an error."""
 
 
 def main(folder: Path, name: str) -> None:
     rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # there is a rank for each stage
-        rank //= STAGES
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank for each stage; those that divide a stage follow each other
+        rank = rank % 2 if "parts" in name else rank // STAGES
     place = folder / f"pipeline-{rank}"
     place.mkdir(exist_ok=True)
     os.chdir(place)
     if name in ENDS:
-        fit({}, 1, net=ENDS[name], stages=STAGES, replicas=REPLICAS)
+        net, settings = ENDS[name]
+        fit({}, 1, net=net, stages=STAGES, accumulate_grad_batches=1, **settings)
     options, cases = {**CASES, **LAUNCHED}[name]
     if issubclass(options.get("net", Net), Evaluating):
         recovery.MOST_LOGGED_BYTES = LIMIT_BYTES

@@ -192,8 +192,8 @@ class ReplicatedStrategy(ParallelStrategy):
         reset_seed()
         if distributed_is_initialized() and (size := torch.distributed.get_world_size()) != self.num_pipelines:
             raise MisconfigurationException(
-                f"The default process group has {size} ranks, but there are {self.num_pipelines} replicas: leave it to "
-                "the strategy to initialise it, and destroy it after other trainings."
+                f"The default process group has {size} ranks, but there are {self.num_pipelines} pipelines: leave it "
+                "to the strategy to initialise it, and destroy it after other trainings."
             )
         _, interface = interface_to(self.world.address) if self.world is not None else ("", "")
         with environment_variables(**{"GLOO_SOCKET_IFNAME": interface} if interface else {}):

@@ -209,7 +209,7 @@ class InterruptibleWait:
     Args:
         failures: The failures that end a wait.
         outlives_session: Whether the messages come from processes that stay when workers are replaced, such as the
-            drivers of other replicas. The loss of a worker that is replaced then does not end the wait.
+            drivers of other pipelines. The loss of a worker that is replaced then does not end the wait.
     """
 
     def __init__(self, failures: Failures, *, outlives_session: bool = False) -> None:
@@ -754,6 +754,11 @@ class RemoteStage(NotCopyable):
         repeated = Future[Any]()
         self.call(calls, repeated)
         self._repeated = repeated
+
+    @property
+    def is_repeating(self) -> bool:
+        """Whether the stage has not repeated all commands of :meth:`repeat` yet, or has failed before."""
+        return self._repeated is not None and not (self._repeated.done() and self._repeated.exception() is None)
 
     def has_repeated(self) -> bool:
         """Wait until the stage has repeated the commands of :meth:`repeat`; return ``False`` if it has failed."""

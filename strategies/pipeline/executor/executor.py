@@ -60,7 +60,8 @@ class PipelineParts:
         next_seed: Returns the seed of the next pass, given whether it trains.
         num_updates: Returns how often optimizers or user code may have changed parameters.
         averaging: Averages the gradients of this process over the replicas; ``None`` if there is one pipeline.
-        between_passes: Called before a pass, unless another pass runs or waits for its backward part.
+        between_passes: Called before a pass, unless another pass runs. Its argument is whether a pass waits for its
+            backward part.
         agree: Checks that the replicas do the same next, if they divide parameters.
     """
 
@@ -76,7 +77,7 @@ class PipelineParts:
     next_seed: Callable[[bool], int]
     num_updates: Callable[[], int]
     averaging: Averaging | None = None
-    between_passes: Callable[[], None] = lambda: None
+    between_passes: Callable[[bool], None] = lambda waits: None
     agree: Callable[[Event, float], None] = lambda event, value: None
 
 
@@ -161,8 +162,7 @@ class Executor(NotCopyable):
                 "replaced during a run. Change the model before fit, or in configure_model."
             )
         self.agree(Event.PASS, microbatches)
-        if not self.unfinished:
-            self._parts.between_passes()
+        self._parts.between_passes(bool(self.unfinished))
         self.current = number = self._num_passes
         self._num_passes += 1
         this = Pass(

@@ -43,7 +43,7 @@ class Recoverer:
         restart: Starts new workers.
         done: The repairs so far. Each repair adds an entry.
         rounds: The store through which the drivers of all pipelines agree, if there are several.
-        in_step: The pipelines that divide layers with this one, if there are any.
+        in_step: The pipelines that divide layers or parameters with this one, if there are any.
     """
 
     def __init__(
@@ -68,7 +68,11 @@ class Recoverer:
         self._slot_bytes = [0] * NUM_SLOTS
         """The memory of the slots at each place."""
         self._repairs = Repairs(settings.max_restarts, self._log, self._kill, self._replace, done)
-        self._together = Together(rounds, failures, in_step) if rounds is not None else None
+        self._together, self._in_step = None, in_step
+        if rounds is not None:
+            self._together = Together(rounds, failures, in_step.ranks if in_step is not None else [rounds.rank])
+        self._began_from: Snapshot | None = None
+        """The snapshot from which the present workers have started; ``None`` if they have not been replaced."""
         self._num_steps = self._steps_at_snapshot = self._num_updates = 0
         self._verified_from: Snapshot | None = None
         """The snapshot from which the present step is computed a second time; ``None`` if it is not verified."""
@@ -102,84 +106,87 @@ class Recoverer:
         """Memory in bytes of the snapshots of all processes and of the log."""
         return sum(self._slot_bytes) + self._log.size_bytes
 
-    def between_passes(self, num_steps: int, *, is_due: bool = False) -> None:
-        """Take a snapshot if it is due. No pass is under way, and none waits for its backward part.
+    def between_passes(self, num_steps: int, *, waits: bool, is_due: bool = False) -> None:
+        """Take a snapshot if it is due. No pass is under way. Pipelines in step with this one call this together.
 
         Args:
             num_steps: The number of optimizer steps so far.
+            waits: Whether a pass waits for its backward part, so that no snapshot can be taken.
             is_due: Whether a snapshot is due after any optimizer step. Equal in all pipelines.
         """
+        waits, is_large = self._any(waits, self._log.size_bytes > MOST_LOGGED_BYTES)
+        if waits:
+            return
         self._report()
         has_stepped, steps = self._count(num_steps), num_steps - self._steps_at_snapshot
         if self._verified_from is not None:
-            if has_stepped or self._takes_extra():
+            if has_stepped or (is_large and self._may_take_extra()):
                 self._verify(self._verified_from, is_extra=not has_stepped)
             return
         repairs = self._settings.max_restarts > 0
         due_after = 1 if is_due else self._settings.snapshot_every_n_steps
         is_regular = self._is_next_verified or (repairs and steps >= due_after)
-        if is_regular or (repairs and self._takes_extra()):
+        if is_regular or (repairs and is_large and self._may_take_extra()):
             self._begin(self._take_snapshot(is_extra=not is_regular))
         elif not repairs:
             self._log.drop()
         elif self._together is None:
             self._forget()
 
-    def before_evaluation(self, num_steps: int) -> None:
+    def before_evaluation(self, num_steps: int, *, waits: bool) -> None:
         """Take a snapshot if optimizers have stepped since the last one and there are other replicas.
 
         While a replica evaluates, it may take more snapshots only if the replicas have met in no step since the last.
-        Replicas that divide layers take all snapshots together, and need none here.
+        Replicas that divide parameters take all snapshots together, and need none here.
 
         Args:
             num_steps: The number of optimizer steps so far.
+            waits: See :meth:`between_passes`.
         """
         if self._together is not None and self._together.has_others and num_steps > self._steps_at_snapshot:
-            self.between_passes(num_steps, is_due=True)
+            self.between_passes(num_steps, waits=waits, is_due=True)
 
-    def _takes_extra(self) -> bool:
-        """Return whether a snapshot is taken before it is due, because the log is large.
+    def _any(self, *flags: bool) -> list[bool]:
+        """Return whether each flag is set in this pipeline or in one that is in step with it. Collective for these."""
+        return [*flags] if self._in_step is None else self._in_step.any(flags)
 
-        Pipelines in step with this one take it at the same point, and this call is collective for them. Other replicas
-        do not take it.
-        """
-        is_large, together = self._log.size_bytes > MOST_LOGGED_BYTES, self._together
-        if together is None:
-            return is_large
-        if together.in_step is None:
-            return is_large and self._may_take_extra(together)
-        return together.in_step.take_extra(is_large, self._may_take_extra(together))
-
-    def _may_take_extra(self, together: Together) -> bool:
-        """Return whether this pipeline may take a snapshot that other replicas do not take.
+    def _may_take_extra(self) -> bool:
+        """Return whether a snapshot may be taken that replicas that are not in step with this one do not take.
 
         This loses the last but one snapshot, which is needed as long as another pipeline has not completed the last
         one. Other replicas can start from the last one if they have exchanged no values since.
         """
-        last = self._snapshots.ordered[-1]
-        if not self._log.can_begin_at(last.number):
-            return False
-        return not together.has_others or (not self._log.has_met_since(last.number) and together.all_have(last.period))
+        last, together = self._snapshots.ordered[-1], self._together
+        if together is None:
+            return True
+        can = self._log.can_begin_at(last.number)
+        if together.has_others:
+            can = can and not self._log.has_met_since(last.number) and together.all_have(last.period)
+        return not any(self._any(not can))
 
     def _report(self) -> None:
-        """Let the other replicas know if the last snapshot has been completed."""
+        """Let the other pipelines know if the last snapshot has been completed."""
         last = self._snapshots.ordered[-1]
         together = self._together
         if together is not None and last.period > together.reported and self._log.can_begin_at(last.number):
             together.reported = last.period
 
-    def verify(self, num_steps: int) -> None:
+    def verify(self, num_steps: int, *, waits: bool) -> None:
         """Compute the present step a second time and compare, if this step is to be verified.
+
+        Pipelines in step with this one call this together.
 
         Args:
             num_steps: The number of optimizer steps so far.
+            waits: See :meth:`between_passes`.
 
         Raises:
             ComputedWrongly: If a stage computes differently the second time.
         """
-        self._count(num_steps)
-        if self._verified_from is not None:
-            self._verify(self._verified_from)
+        if self._settings.verify_every_n_steps and not any(self._any(waits)):
+            self._count(num_steps)
+            if self._verified_from is not None:
+                self._verify(self._verified_from)
 
     def _count(self, num_steps: int) -> bool:
         """Return whether optimizers have stepped since the last call; all steps for one batch count as one."""
@@ -240,6 +247,7 @@ class Recoverer:
     def _take_snapshot(self, *, is_extra: bool = False) -> Snapshot:
         """Order a snapshot, which each worker writes when it reaches this order."""
         self._complete()
+        self._any(True)  # the pipelines in step with this one have completed the last snapshot, too
         self._steps_at_snapshot = self._num_steps
         with self._log.lock:  # otherwise a repair could start between the order and the mark
             self._forget()
@@ -266,9 +274,13 @@ class Recoverer:
     def _usable(self) -> list[Snapshot]:
         """Return the snapshots from which new workers can start, in order.
 
-        Every worker has completed such a snapshot, and every question before it has been answered.
+        Every worker has completed such a snapshot, and every question before it has been answered. New workers that
+        have started from an earlier snapshot write the later ones again.
         """
-        return [each for each in self._snapshots.ordered if self._log.can_begin_at(each.number)]
+        usable = [each for each in self._snapshots.ordered if self._log.can_begin_at(each.number)]
+        if self._began_from is not None and any(remote.is_repeating for remote in self._remotes):
+            usable = [each for each in usable if each.number <= self._began_from.number]
+        return usable
 
     def _kill(self) -> None:
         for remote in self._remotes:
@@ -283,6 +295,7 @@ class Recoverer:
         if self._together is not None:
             begin = self._together.agree(lost, usable, self._log.failures, failures)
             num_rounds = self._together.round
+        self._began_from = begin
         slots = [InSlot(address, begin.number) for address in self._snapshots.addresses(begin)]
         self.transport.connect(self._restart(failures, slots, num_rounds))
         return self._log.run_again(begin.number)

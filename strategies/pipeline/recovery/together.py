@@ -8,14 +8,16 @@
 The same stages of all pipelines are connected, so a worker cannot continue when the worker of another pipeline is
 replaced. Collective operations between drivers are not disturbed.
 
-Pipelines that divide layers (``tensor_parallel_size``, ``zero_stage=3``) are *in step*: their stages exchange values in
-every pass, so they run the same passes, take all snapshots at the same points, and return to the same one. Replicas
-that are not in step meet when they average gradients, and may take further snapshots between two such meetings.
+Pipelines that divide layers (``tensor_parallel_size``) or parameters (``zero_stage=3``) are *in step*: their stages
+exchange values in every pass, so they run the same passes, take all snapshots at the same points, and return to the
+same one. Replicas that are not in step meet when they average gradients, and may take further snapshots between two
+such meetings.
 """
 
 import threading
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from torch import distributed as dist
 
@@ -27,26 +29,17 @@ from strategies.pipeline.state.snapshots import Snapshot
 _LOOK_SECONDS = 0.03
 
 
+@dataclass(frozen=True)
 class InStep:
-    """The pipelines that divide layers with this one. They run the same passes.
+    """The pipelines that divide layers or parameters with this one. They run the same passes.
 
-    Args:
+    Attributes:
         ranks: Their numbers, with the number of this pipeline.
-        count: Collective over their drivers: returns how many of them have passed ``True``, for each argument.
+        any: Collective over their drivers: returns, for each flag, whether a driver has passed ``True``.
     """
 
-    def __init__(self, ranks: Collection[int], count: Callable[[Sequence[bool]], Sequence[int]]) -> None:
-        self.ranks, self._count = ranks, count
-
-    def take_extra(self, wants: bool, can: bool) -> bool:
-        """Return whether all of these pipelines take a snapshot now. Collective.
-
-        Args:
-            wants: Whether this pipeline needs one.
-            can: Whether this pipeline can take one.
-        """
-        num_wanting, num_unable = self._count([wants, not can])
-        return num_wanting > 0 and num_unable == 0
+    ranks: Collection[int]
+    any: Callable[[Sequence[bool]], list[bool]]
 
 
 class Together:
@@ -55,20 +48,20 @@ class Together:
     Args:
         rounds: The store through which the drivers agree.
         failures: The failures of the present session. The loss of a worker in another pipeline is added to them.
-        in_step: The pipelines that divide layers with this one; ``None`` if there are none.
+        in_step: The number of this pipeline and of the pipelines that are in step with it.
     """
 
-    def __init__(self, rounds: Rounds, failures: Failures, in_step: InStep | None = None) -> None:
+    def __init__(self, rounds: Rounds, failures: Failures, in_step: Collection[int]) -> None:
         self._rounds, self._failures, self._has_heard = rounds, failures, False
-        self.in_step = in_step
-        self.has_others = in_step is None or len(in_step.ranks) < rounds.size
+        self._in_step = in_step
+        self.has_others = len(in_step) < rounds.size
         """Whether there are pipelines that are not in step with this one."""
         self.reported = -1
         """The period of the newest snapshot from which this pipeline can start, for the other drivers to know."""
         self.agreed: Snapshot | None = None
         """The snapshot from which the workers have started last; ``None`` if they have not been replaced."""
         self._lock, self._ended = threading.Lock(), threading.Event()
-        self._thread = threading.Thread(target=self._listen, name="relay-replicas", daemon=True)
+        self._thread = threading.Thread(target=self._listen, name="relay-together", daemon=True)
 
     def start(self) -> None:
         """Listen to the other drivers from now on."""
@@ -106,23 +99,22 @@ class Together:
             own = [(each.period, each.number) for each in snapshots]
             told = self._rounds.tell(own, lambda: before.raised or self._ended.is_set())
             self._failures, self._has_heard = failures, False
-        in_step = [rank] if self.in_step is None else self.in_step.ranks
-        chosen = common([[(period, number) for period, number in each] for each in told], in_step)
+        chosen = common_snapshot(told, self._in_step)
         if chosen is None:
             raise RuntimeError(f"the {kind}s have no snapshots of the same step")
         self.agreed = next(each for each in snapshots if (each.period, each.number) == chosen)
         return self.agreed
 
     def have_returned_to(self, snapshot: Snapshot, *, is_extra: bool) -> bool:
-        """Return whether a pipeline may have started again from a snapshot, or from a later one.
+        """Return whether a pipeline may have started again from this snapshot, or from a later one.
 
         Args:
             snapshot: The snapshot.
-            is_extra: Whether the question is for the pipelines in step with this one only.
+            is_extra: Whether the question is for the pipelines in step with this one only. They have the same numbers.
         """
-        if self.agreed is None or (is_extra and self.in_step is None):
+        if self.agreed is None or (is_extra and len(self._in_step) == 1):
             return False
-        if is_extra:
+        if is_extra or not self.has_others:
             return self.agreed.number >= snapshot.number
         return self.agreed.period >= snapshot.period
 
@@ -159,13 +151,14 @@ class Together:
                     self._failures.add(WorkerLost(why), consequence=False)
 
 
-def common(told: Sequence[Sequence[tuple[int, int]]], in_step: Collection[int]) -> tuple[int, int] | None:
+def common_snapshot(told: Sequence[Sequence[Sequence[int]]], in_step: Collection[int]) -> tuple[int, int] | None:
     """Return the snapshot from which a pipeline continues together with all others; ``None`` if there is none.
 
     Args:
         told: For each pipeline, the period and the number of each snapshot from which it can start.
         in_step: The pipelines that run the same passes, with this one. They start from the same snapshot.
     """
-    periods = set.intersection(*({period for period, _ in own} for own in told))
-    shared = set.intersection(*(set(told[rank]) for rank in in_step))
+    known = [{(period, number) for period, number in own} for own in told]
+    periods = set.intersection(*({period for period, _ in own} for own in known))
+    shared = set.intersection(*(known[rank] for rank in in_step))
     return max((each for each in shared if each[0] == max(periods, default=None)), default=None)

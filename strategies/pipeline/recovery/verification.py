@@ -4,14 +4,15 @@
     worker                 journal of what it sends and receives                   second journal, state against 4
 
 All values and states must be equal, bit by bit. Values computed from a wrong value are wrong too. So the faulty stage
-is the stage that received equal values both times but sent a different value, or only ended in a different state.
+is the stage that received equal values both times but sent a different value, or only ended in a different state. If
+this is a stage of another pipeline, the driver of that pipeline says which.
 """
 
 from collections.abc import Sequence
 
 from strategies.pipeline.control.client import RemoteStage
 from strategies.pipeline.recovery.log import WHY_DIFFERENT, NotRepeated
-from strategies.pipeline.transport.journal import Comparison, Message
+from strategies.pipeline.transport.journal import SAME_STAGE, Comparison, Message
 
 
 class ComputedWrongly(RuntimeError):
@@ -51,6 +52,7 @@ def first_differences(comparisons: Sequence[Comparison], differences: Sequence[N
     """
     driver = len(comparisons)
     found: list[str] = []
+    elsewhere: list[str] = []
     for i, comparison in enumerate(comparisons):
         pair = _first_difference(comparison)
         if pair is None and comparison.state:
@@ -60,6 +62,14 @@ def first_differences(comparisons: Sequence[Comparison], differences: Sequence[N
         before, after = pair
         message = before or after
         assert message is not None
+        if message.peer == SAME_STAGE:
+            if message.way == "sent":
+                found.append(f"stage {i} gave the same stage of the other pipelines a different value")
+            else:
+                elsewhere.append(
+                    f"stage {i} got a different value from the same stage of another pipeline, whose driver says more"
+                )
+            continue
         what = f"micro-batch {message.microbatch} of pass {message.number}"
         if message.way == "sent":
             found.append(f"stage {i} sent {_named(message.peer, driver)} a different value for {what}")
@@ -67,6 +77,7 @@ def first_differences(comparisons: Sequence[Comparison], differences: Sequence[N
             found.append(
                 f"a value for {what} arrived differently at stage {i}, which {_named(message.peer, driver)} had sent"
             )
+    found = found or elsewhere
     if not found and differences:
         each = differences[0]
         what = f"micro-batch {each.microbatch} of pass {each.number}"

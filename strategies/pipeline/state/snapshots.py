@@ -67,7 +67,7 @@ class Snapshots:
 
         Args:
             last: The last snapshot that is complete, whose place is kept; ``None`` if there is none.
-            is_extra: Whether the other replicas do not take this snapshot.
+            is_extra: Whether replicas that are not in step with this pipeline do not take this snapshot.
         """
         self._period += not is_extra
         ordered = Snapshot(self._number, 0 if last is None else 1 - last.place, self._period)

@@ -18,6 +18,10 @@ from strategies.pipeline.transport.channel import Arrived, Arriving
 from strategies.pipeline.transport.interface import AroundTransport, InChannel, OutChannel, Transport
 
 Fingerprint = tuple[Any, ...]
+Way = Literal["sent", "received"]
+
+SAME_STAGE = -1
+"""The peer of values that a process exchanges with the same stage of other pipelines."""
 
 
 def fingerprint(value: Any) -> Fingerprint:
@@ -43,14 +47,14 @@ class Message:
 
     Attributes:
         way: Whether this process has sent or received it.
-        peer: The rank of the other process.
+        peer: The rank of the other process; :data:`SAME_STAGE` for the same stage of other pipelines.
         tag: The tag of the channel.
-        number: The pass.
-        microbatch: The micro-batch.
+        number: The pass; 0 for values that are exchanged with other pipelines.
+        microbatch: The micro-batch; 0 for these values.
         fingerprint: See :func:`fingerprint`.
     """
 
-    way: Literal["sent", "received"]
+    way: Way
     peer: int
     tag: int
     number: int
@@ -98,10 +102,14 @@ class JournaledTransport(AroundTransport):
         messages, self._messages = self._messages, None
         return messages
 
-    def note(self, way: Literal["sent", "received"], peer: int, tag: int, number: int, m: int, value: Any) -> None:
-        """Add a value, if there is a journal."""
+    def note(self, way: Way, peer: int, tag: int, number: int, m: int, value: Any) -> None:
+        """Add a value that a channel carries, if there is a journal."""
         if self._messages is not None:
             self._messages.append(Message(way, peer, tag, number, m, fingerprint(value)))
+
+    def note_exchange(self, way: Way, value: Any) -> None:
+        """Add a value that this process gives to or gets from the same stage of other pipelines."""
+        self.note(way, SAME_STAGE, 0, 0, 0, value)
 
     def sender(self, peer: int, tag: int) -> "JournaledSender":
         if (peer, tag) not in self._senders:

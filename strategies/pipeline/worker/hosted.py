@@ -2,7 +2,8 @@
 
 import pickle
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -44,7 +45,7 @@ from strategies.pipeline.state.held import HeldState
 from strategies.pipeline.state.remote_operations import HeldValues
 from strategies.pipeline.state.stage_state import StageState, differing
 from strategies.pipeline.transport.channel import Receiver
-from strategies.pipeline.transport.journal import Comparison, JournaledTransport, Message
+from strategies.pipeline.transport.journal import Comparison, JournaledTransport, Message, Way
 from strategies.pipeline.transport.slots import SlotAddress
 from strategies.pipeline.transport.ties import TiedParameters
 from strategies.pipeline.worker.setup import StageSetup
@@ -126,10 +127,10 @@ class HostedStage(StageCommands):
         self._replicas = None if setup.replicas is None else activity.wait(partial(setup.replicas.join, setup.index))
         if setup.replicas is not None and setup.replicas.zero_stage == 3:
             assert self._replicas is not None
-            divided_layers.connect(ReplicaGroup(self._replicas, activity.wait))
+            divided_layers.connect(ReplicaGroup(self._replicas, activity.wait, self._note))
         if setup.parts is not None:
             group = activity.wait(partial(setup.parts.join, setup.index))
-            divided_layers.connect(TensorGroup(group, activity.wait))
+            divided_layers.connect(TensorGroup(group, activity.wait, self._note))
         self._begin(state, optimizers)
         if self._averaging is not None and state.random_state is None:
             self._averaging.share()
@@ -278,7 +279,13 @@ class HostedStage(StageCommands):
     def average_grads(self) -> None:
         assert self._averaging is not None
         self._activity.doing = "averaging gradients"
-        self._averaging.average()
+        with self._exchanging(self._averaged):
+            self._averaging.average()
+
+    def _averaged(self) -> list[Tensor]:
+        """The values that replicas average or get from replica 0."""
+        grads = [p.grad.to_dense() for p in self._layers.parameters() if p.grad is not None]
+        return [*grads, *self._layers.buffers()]
 
     # Optimizers
 
@@ -316,7 +323,8 @@ class HostedStage(StageCommands):
             delattr(own, name)
         if shared is not None:
             self._activity.doing = "exchange of values after an optimizer step"
-            shared.after_step(own)
+            with self._exchanging(lambda: parameters_of(own)):
+                shared.after_step(own)
         if recorder is not None:
             recorder.end("step")
 
@@ -331,7 +339,8 @@ class HostedStage(StageCommands):
         with context.entered(grad=grad):
             result = call.on(own)
         if shared is not None:
-            shared.after_step(own)
+            with self._exchanging(lambda: parameters_of(own)):
+                shared.after_step(own)
         return None if result is own else on_cpu(result)
 
     # Parts of the state, some of them on the shelf
@@ -384,6 +393,18 @@ class HostedStage(StageCommands):
         assert repeated is not None
         self._stage.recorder = repeated.recorder
         return Comparison(repeated.first, self._journal.take() or [], repeated.state)
+
+    def _note(self, way: Way, value: Any) -> None:
+        """Note a value that this stage gives to or gets from the same stage of other pipelines, if that is compared."""
+        if isinstance(self._transport, JournaledTransport):
+            self._transport.note_exchange(way, value)
+
+    @contextmanager
+    def _exchanging(self, tensors: Callable[[], Sequence[Tensor]]) -> Iterator[None]:
+        """Context in which the other replicas change tensors of this stage."""
+        self._note("sent", tensors())
+        yield
+        self._note("received", tensors())
 
     @property
     def _journal(self) -> JournaledTransport:

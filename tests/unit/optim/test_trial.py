@@ -416,6 +416,13 @@ def test_divisible_by_rows(name: str) -> None:
     assert all(torch.equal(p, value) for p, value in zip(own, values, strict=True))
 
 
+def test_scalars_do_not_hide_the_parameters_that_follow_them() -> None:
+    scalars = [nn.Parameter(torch.randn(())) for _ in range(20)]
+    with pytest.raises(ValueError, match="Lars cannot be used under stage=3"):
+        check_by_element(DIVISIBLE["Lars"]([*scalars, *parameters()[:1]]), "stage=3", "stage=2")
+    check_by_element(optim.AdamW(scalars), "stage=3", "stage=2")
+
+
 def test_sparse_gradients() -> None:
     check_divisible(optim.SparseAdam(parameters()[:3]), [parameters()[:1], []])
 

@@ -5,7 +5,7 @@ from typing import Literal
 
 from strategies.pipeline.recovery.log import NotRepeated
 from strategies.pipeline.recovery.verification import first_differences
-from strategies.pipeline.transport.journal import Comparison, Message
+from strategies.pipeline.transport.journal import SAME_STAGE, Comparison, Message
 
 
 def message(way: Literal["sent", "received"], peer: int, tag: int, value: int) -> Message:
@@ -64,6 +64,21 @@ def test_a_value_that_changes_on_its_way_is_named_with_both_ends() -> None:
 
     (found_one,) = first_differences(compared(before, step(2, 3)), [NotRepeated(1, 7, 1)])
     assert found_one.endswith("arrived differently at the driver, which stage 1 had sent")
+
+
+def exchanging(first: int, all_of_them: int, sent: int) -> list[list[Message]]:
+    """The stages of :func:`step`, of which the first exchanges a value with the same stage of other pipelines."""
+    messages = step(sent, 3)
+    messages[0].insert(1, message("sent", SAME_STAGE, 0, first))
+    messages[0].insert(2, message("received", SAME_STAGE, 0, all_of_them))
+    return messages
+
+
+def test_a_wrong_value_of_another_pipeline_is_no_fault_of_this_one() -> None:
+    found = first_differences(compared(exchanging(5, 6, 2), exchanging(5, 8, 9)), [NotRepeated(1, 7, 1)])
+    assert found == ["stage 0 got a different value from the same stage of another pipeline, whose driver says more"]
+    found = first_differences(compared(exchanging(5, 6, 2), exchanging(7, 8, 9)), [])
+    assert found == ["stage 0 gave the same stage of the other pipelines a different value"]
 
 
 def test_a_stage_that_sends_less_is_named() -> None:
