@@ -221,6 +221,14 @@ CASES: dict[str, Case] = {
         },
         [(EVALUATION, 1)],
     ),
+    "parts and replicas, evaluation": (
+        {
+            "net": DividedEvaluating,
+            "parts": 2,
+            "options": {"recovery": Recovery(MAX_RESTARTS, 4, verify_every_n_steps=2)},
+        },
+        [(EVALUATION, 4)],
+    ),
     "parts and replicas": ({"net": Divided, "parts": 2, "schedule": "1f1b"}, [(STEPS, 1), (VALIDATION, 2)]),
     "parameters": ({"accumulate_grad_batches": 1, "options": PARAMETERS}, [(STEPS, 1)]),
     "parameters, between": ({"accumulate_grad_batches": 1, "options": PARAMETERS}, [(BETWEEN, 3)]),

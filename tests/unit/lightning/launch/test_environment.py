@@ -12,6 +12,7 @@ from pytorch_lightning.plugins.environments import (
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from strategies import DDPStrategy, RPCSequentialStrategy, ZeROStrategy
+from strategies.lightning.compat import rank_zero_only
 from strategies.lightning.launch.environment import check_environment, check_numbering, lasting_environment
 from trainer import Trainer
 
@@ -117,6 +118,7 @@ def test_num_nodes_that_is_forgotten_under_slurm(strategy: Any, monkeypatch: pyt
     for name, value in {**variables, "JOB_NAME": "relay", "NODELIST": "127.0.0.1"}.items():
         monkeypatch.setenv(f"SLURM_{name}", str(value))
     monkeypatch.setattr("strategies.lightning.launch.environment._FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(rank_zero_only, "rank", 0)  # Lightning sets it, and no other test would see messages
 
     def build() -> Trainer:
         return Trainer(accelerator="cpu", devices=2, strategy=strategy(), logger=False)
