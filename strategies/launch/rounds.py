@@ -136,12 +136,12 @@ class Rounds:
         return told
 
     def report(self, number: int) -> None:
-        """Report the number of the newest state to which this member can return."""
-        self._store.set(f"newest/{self.rank}", str(number))
+        """Report the number of the newest state to which this member can return in this round."""
+        self._store.set(f"{self.number}/newest/{self.rank}", str(number))
 
     def all_have(self, number: int) -> bool:
-        """Return whether all members have reported a state with this number or a larger one."""
-        names = [f"newest/{rank}" for rank in range(self.size)]
+        """Return whether all members have reported, in this round, a state with this number or a larger one."""
+        names = [f"{self.number}/newest/{rank}" for rank in range(self.size)]
         return self._store.check(names) and all(int(self._store.get(name)) >= number for name in names)
 
     def leave(self) -> None:

@@ -62,7 +62,7 @@ from strategies.pipeline.partition.bypass import BypassCheck
 from strategies.pipeline.partition.sequential import Pipelined, cut
 from strategies.pipeline.recovery.recovery import Recoverer
 from strategies.pipeline.recovery.repairs import Recovery, Repair
-from strategies.pipeline.recovery.together import InStep
+from strategies.pipeline.recovery.together import NUM_FLAGS, InStep
 from strategies.pipeline.stage.edges import Edges
 from strategies.pipeline.stage.layers import PassContext, call_in_turn
 from strategies.pipeline.stage.microbatch.split import NoChunk
@@ -608,8 +608,9 @@ class Pipeline(NotCopyable):
             return None
 
         def any_of(flags: Sequence[bool]) -> list[bool]:
-            counts = divided_layers.tensor_group().sum(torch.tensor(flags, dtype=torch.int64))
-            return [count > 0 for count in counts.tolist()]
+            counts = torch.zeros(NUM_FLAGS, dtype=torch.int64)
+            counts[: len(flags)] = torch.tensor(flags)
+            return [count > 0 for count in divided_layers.tensor_group().sum(counts).tolist()[: len(flags)]]
 
         first = rounds.rank // size * size
         return InStep(range(first, first + size), any_of)
@@ -632,7 +633,7 @@ class Pipeline(NotCopyable):
             self._recovery.between_passes(self.optimizers.num_steps, waits=waits)
 
     def before_evaluation(self) -> None:
-        """Prepare a long evaluation between two steps; with replicas, all of them call this at the same point."""
+        """Prepare a long evaluation between two steps; with several pipelines, all call this at the same point."""
         if self._recovery is not None and self._running is not None:
             waits = bool(self._running.executor.unfinished)
             self._recovery.before_evaluation(self.optimizers.num_steps, waits=waits)
@@ -640,7 +641,8 @@ class Pipeline(NotCopyable):
     def verify(self) -> None:
         """Compute what has run since the last verified step a second time and compare, if that is due.
 
-        Call this between two passes, before values of stages are used, such as for a checkpoint.
+        Call this between two passes, before values of stages are used, such as for a checkpoint. With several
+        pipelines, all call it at the same point.
 
         Raises:
             ComputedWrongly: If a stage computes differently the second time.

@@ -151,9 +151,10 @@ VERIFIED = {
     "averages": ("averages", 1, {}),
     "scaler": ("scaler", 1, {}),
     "killed": ("zbv", 2, EVERY_STEP),
+    "killed again": ("gpipe", 1, {2: ["step-0"], 8: ["again-1"]}),
 }
-"""Which case, how often a step is verified, and which workers are killed."""
-VERIFIED_SLOW = ("gpipe", "1f1b", "manual", "killed")
+"""Which case, how often a step is verified, and which workers are killed: in the last case, in a second computation."""
+VERIFIED_SLOW = ("gpipe", "1f1b", "manual", "killed", "killed again")
 
 
 def verified(name: str) -> Any:

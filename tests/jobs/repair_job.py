@@ -78,9 +78,15 @@ class Killable(nn.Linear):
         return self.__dict__
 
 
+_stepped: set[int] = set()
+"""The optimizer steps that this process has made."""
+
+
 class KillableAdamW(torch.optim.AdamW):
     def step(self, closure: Any = None) -> Any:
-        strike("step")
+        number = max((int(state["step"]) for state in self.state.values() if "step" in state), default=0)
+        strike("again" if number in _stepped else "step")
+        _stepped.add(number)
         return super().step(closure)
 
 

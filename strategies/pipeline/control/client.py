@@ -427,7 +427,7 @@ class _Question:
 
     def run_again(self) -> None:
         calls = pickle.loads(self._copy)
-        if not self.is_answered:
+        if not self.is_answered or calls[-1][0] == StageCommands.snapshot.__name__:  # which is incomplete meanwhile
             self.result = Future()
             self._stage.call(calls, self.result)
         elif not _DECLARATIONS[calls[-1][0]].only_reads:
@@ -754,11 +754,6 @@ class RemoteStage(NotCopyable):
         repeated = Future[Any]()
         self.call(calls, repeated)
         self._repeated = repeated
-
-    @property
-    def is_repeating(self) -> bool:
-        """Whether the stage has not repeated all commands of :meth:`repeat` yet, or has failed before."""
-        return self._repeated is not None and not (self._repeated.done() and self._repeated.exception() is None)
 
     def has_repeated(self) -> bool:
         """Wait until the stage has repeated the commands of :meth:`repeat`; return ``False`` if it has failed."""

@@ -60,8 +60,7 @@ class PipelineParts:
         next_seed: Returns the seed of the next pass, given whether it trains.
         num_updates: Returns how often optimizers or user code may have changed parameters.
         averaging: Averages the gradients of this process over the replicas; ``None`` if there is one pipeline.
-        between_passes: Called before a pass, unless another pass runs. Its argument is whether a pass waits for its
-            backward part.
+        between_passes: Called before each pass. Its argument is whether an earlier pass waits for its backward part.
         agree: Checks that the replicas do the same next, if they divide parameters.
     """
 

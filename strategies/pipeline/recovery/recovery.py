@@ -71,8 +71,6 @@ class Recoverer:
         self._together, self._in_step = None, in_step
         if rounds is not None:
             self._together = Together(rounds, failures, in_step.ranks if in_step is not None else [rounds.rank])
-        self._began_from: Snapshot | None = None
-        """The snapshot from which the present workers have started; ``None`` if they have not been replaced."""
         self._num_steps = self._steps_at_snapshot = self._num_updates = 0
         self._verified_from: Snapshot | None = None
         """The snapshot from which the present step is computed a second time; ``None`` if it is not verified."""
@@ -131,13 +129,14 @@ class Recoverer:
         elif not repairs:
             self._log.drop()
         elif self._together is None:
-            self._forget()
+            with self._log.lock:
+                self._forget()
 
     def before_evaluation(self, num_steps: int, *, waits: bool) -> None:
         """Take a snapshot if optimizers have stepped since the last one and there are other replicas.
 
         While a replica evaluates, it may take more snapshots only if the replicas have met in no step since the last.
-        Replicas that divide parameters take all snapshots together, and need none here.
+        Pipelines that are all in step take all snapshots together, and need none here.
 
         Args:
             num_steps: The number of optimizer steps so far.
@@ -153,6 +152,8 @@ class Recoverer:
     def _may_take_extra(self) -> bool:
         """Return whether a snapshot may be taken that replicas that are not in step with this one do not take.
 
+        Pipelines in step with this one call this together.
+
         This loses the last but one snapshot, which is needed as long as another pipeline has not completed the last
         one. Other replicas can start from the last one if they have exchanged no values since.
         """
@@ -166,10 +167,10 @@ class Recoverer:
 
     def _report(self) -> None:
         """Let the other pipelines know if the last snapshot has been completed."""
-        last = self._snapshots.ordered[-1]
-        together = self._together
-        if together is not None and last.period > together.reported and self._log.can_begin_at(last.number):
-            together.reported = last.period
+        last, together = self._snapshots.ordered[-1], self._together
+        with self._log.lock:
+            if together is not None and last.period > together.reported and self._log.can_begin_at(last.number):
+                together.reported = last.period
 
     def verify(self, num_steps: int, *, waits: bool) -> None:
         """Compute the present step a second time and compare, if this step is to be verified.
@@ -245,7 +246,10 @@ class Recoverer:
         return comparisons, differences
 
     def _take_snapshot(self, *, is_extra: bool = False) -> Snapshot:
-        """Order a snapshot, which each worker writes when it reaches this order."""
+        """Order a snapshot, which each worker writes when it reaches this order.
+
+        Pipelines in step with this one call this together.
+        """
         self._complete()
         self._any(True)  # the pipelines in step with this one have completed the last snapshot, too
         self._steps_at_snapshot = self._num_steps
@@ -277,10 +281,7 @@ class Recoverer:
         Every worker has completed such a snapshot, and every question before it has been answered. New workers that
         have started from an earlier snapshot write the later ones again.
         """
-        usable = [each for each in self._snapshots.ordered if self._log.can_begin_at(each.number)]
-        if self._began_from is not None and any(remote.is_repeating for remote in self._remotes):
-            usable = [each for each in usable if each.number <= self._began_from.number]
-        return usable
+        return [each for each in self._snapshots.ordered if self._log.can_begin_at(each.number)]
 
     def _kill(self) -> None:
         for remote in self._remotes:
@@ -295,7 +296,6 @@ class Recoverer:
         if self._together is not None:
             begin = self._together.agree(lost, usable, self._log.failures, failures)
             num_rounds = self._together.round
-        self._began_from = begin
         slots = [InSlot(address, begin.number) for address in self._snapshots.addresses(begin)]
         self.transport.connect(self._restart(failures, slots, num_rounds))
         return self._log.run_again(begin.number)

@@ -28,6 +28,9 @@ from strategies.pipeline.state.snapshots import Snapshot
 
 _LOOK_SECONDS = 0.03
 
+NUM_FLAGS = 2
+"""The number of flags in a message between drivers. gloo ends a process if messages of different sizes meet."""
+
 
 @dataclass(frozen=True)
 class InStep:
@@ -35,7 +38,8 @@ class InStep:
 
     Attributes:
         ranks: Their numbers, with the number of this pipeline.
-        any: Collective over their drivers: returns, for each flag, whether a driver has passed ``True``.
+        any: Collective over their drivers: returns, for each flag, whether a driver has passed ``True``. Takes up to
+            :data:`NUM_FLAGS` flags.
     """
 
     ranks: Collection[int]
@@ -57,7 +61,10 @@ class Together:
         self.has_others = len(in_step) < rounds.size
         """Whether there are pipelines that are not in step with this one."""
         self.reported = -1
-        """The period of the newest snapshot from which this pipeline can start, for the other drivers to know."""
+        """The period of the newest snapshot from which this pipeline can start, for the other drivers to know.
+
+        -1 if there is none since the workers have been replaced.
+        """
         self.agreed: Snapshot | None = None
         """The snapshot from which the workers have started last; ``None`` if they have not been replaced."""
         self._lock, self._ended = threading.Lock(), threading.Event()
@@ -98,7 +105,7 @@ class Together:
             self._rounds.announce(f"in {kind} {rank}: {lost}")
             own = [(each.period, each.number) for each in snapshots]
             told = self._rounds.tell(own, lambda: before.raised or self._ended.is_set())
-            self._failures, self._has_heard = failures, False
+            self._failures, self._has_heard, self.reported = failures, False, -1
         chosen = common_snapshot(told, self._in_step)
         if chosen is None:
             raise RuntimeError(f"the {kind}s have no snapshots of the same step")
@@ -136,13 +143,13 @@ class Together:
             self._rounds.leave()
 
     def _listen(self) -> None:
-        told = -1
+        told = -1, -1
         while not self._ended.wait(_LOOK_SECONDS):
             with self._lock:
                 try:
-                    if self.reported > told:
-                        told = self.reported
-                        self._rounds.report(told)
+                    if self.reported >= 0 and (self.round, self.reported) > told:
+                        told = self.round, self.reported
+                        self._rounds.report(self.reported)
                     why = None if self._has_heard else self._rounds.announced()
                 except dist.DistError:  # rank 0 has ended, and this process is about to
                     return

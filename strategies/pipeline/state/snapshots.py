@@ -66,7 +66,7 @@ class Snapshots:
         """Return the number of the next snapshot, and the place in which workers must write it.
 
         Args:
-            last: The last snapshot that is complete, whose place is kept; ``None`` if there is none.
+            last: The last snapshot from which workers can start, whose place is kept; ``None`` if there is none.
             is_extra: Whether replicas that are not in step with this pipeline do not take this snapshot.
         """
         self._period += not is_extra

@@ -93,6 +93,11 @@ class JournaledTransport(AroundTransport):
         self._receivers: dict[tuple[int, int], JournaledReceiver] = {}
         self._messages: list[Message] | None = None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a journal is kept."""
+        return self._messages is not None
+
     def begin(self) -> None:
         """Begin a new journal."""
         self._messages = []

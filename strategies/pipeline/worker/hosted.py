@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -284,8 +285,9 @@ class HostedStage(StageCommands):
 
     def _averaged(self) -> list[Tensor]:
         """The values that replicas average or get from replica 0."""
-        grads = [p.grad.to_dense() for p in self._layers.parameters() if p.grad is not None]
-        return [*grads, *self._layers.buffers()]
+        grads = [p.grad for p in self._layers.parameters() if p.grad is not None]
+        parts = [[grad._indices(), grad._values()] if grad.is_sparse else [grad] for grad in grads]
+        return [*chain.from_iterable(parts), *self._layers.buffers()]
 
     # Optimizers
 
@@ -402,7 +404,7 @@ class HostedStage(StageCommands):
     @contextmanager
     def _exchanging(self, tensors: Callable[[], Sequence[Tensor]]) -> Iterator[None]:
         """Context in which the other replicas change tensors of this stage."""
-        if not self._setup.is_verified:
+        if not (isinstance(self._transport, JournaledTransport) and self._transport.is_open):
             yield
             return
         self._note("sent", tensors())
