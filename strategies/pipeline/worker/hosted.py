@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -286,8 +285,8 @@ class HostedStage(StageCommands):
     def _averaged(self) -> list[Tensor]:
         """The values that replicas average or get from replica 0."""
         grads = [p.grad for p in self._layers.parameters() if p.grad is not None]
-        parts = [[grad._indices(), grad._values()] if grad.is_sparse else [grad] for grad in grads]
-        return [*chain.from_iterable(parts), *self._layers.buffers()]
+        values = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
+        return [*values, *self._layers.buffers()]
 
     # Optimizers
 
