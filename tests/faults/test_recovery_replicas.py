@@ -103,5 +103,5 @@ def test_a_worker_that_computes_wrongly(name: str) -> None:
         others, (rank, found) = [(rank, found)], others[0]
     first = "gave the same stage of the other pipelines" if name == "faulty part" else "sent the driver"
     assert rank == "1" and found.startswith(f"stage 0 {first} a different value")
-    elsewhere = "stage 0 got a different value from the same stage of another pipeline, whose driver says more"
+    elsewhere = "stage 0 got a different value from the same stage of another pipeline, whose driver names the cause"
     assert all(other == ("0", elsewhere) for other in others)

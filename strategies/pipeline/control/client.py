@@ -427,7 +427,8 @@ class _Question:
 
     def run_again(self) -> None:
         calls = pickle.loads(self._copy)
-        if not self.is_answered or calls[-1][0] == StageCommands.snapshot.__name__:  # which is incomplete meanwhile
+        writes_snapshot = calls[-1][0] == StageCommands.snapshot.__name__
+        if not self.is_answered or writes_snapshot:  # a snapshot cannot be used until it has been written again
             self.result = Future()
             self._stage.call(calls, self.result)
         elif not _DECLARATIONS[calls[-1][0]].only_reads:

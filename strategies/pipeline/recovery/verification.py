@@ -67,7 +67,8 @@ def first_differences(comparisons: Sequence[Comparison], differences: Sequence[N
                 found.append(f"stage {i} gave the same stage of the other pipelines a different value")
             else:
                 elsewhere.append(
-                    f"stage {i} got a different value from the same stage of another pipeline, whose driver says more"
+                    f"stage {i} got a different value from the same stage of another pipeline, whose driver names "
+                    "the cause"
                 )
             continue
         what = f"micro-batch {message.microbatch} of pass {message.number}"

@@ -76,7 +76,9 @@ def exchanging(first: int, all_of_them: int, sent: int) -> list[list[Message]]:
 
 def test_a_wrong_value_of_another_pipeline_is_no_fault_of_this_one() -> None:
     found = first_differences(compared(exchanging(5, 6, 2), exchanging(5, 8, 9)), [NotRepeated(1, 7, 1)])
-    assert found == ["stage 0 got a different value from the same stage of another pipeline, whose driver says more"]
+    assert found == [
+        "stage 0 got a different value from the same stage of another pipeline, whose driver names the cause"
+    ]
     found = first_differences(compared(exchanging(5, 6, 2), exchanging(7, 8, 9)), [])
     assert found == ["stage 0 gave the same stage of the other pipelines a different value"]
 
