@@ -10,7 +10,7 @@ Between :meth:`Pipeline.start` and :meth:`Pipeline.close`, a call of the ``nn.Se
 
 import time
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -627,16 +627,15 @@ class Pipeline(NotCopyable):
             addresses.append([slot.address for slot in held])
         return addresses
 
-    def _between_passes(self, waits: bool) -> None:
+    def _between_passes(self, unfinished: Collection[int]) -> None:
         """Take a snapshot if it is due. The executor calls this between two passes."""
         if self._recovery is not None:
-            self._recovery.between_passes(self.optimizers.num_steps, waits=waits)
+            self._recovery.between_passes(self.optimizers.num_steps, unfinished)
 
     def before_evaluation(self) -> None:
         """Prepare a long evaluation between two steps; with several pipelines, all call this at the same point."""
         if self._recovery is not None and self._running is not None:
-            waits = bool(self._running.executor.unfinished)
-            self._recovery.before_evaluation(self.optimizers.num_steps, waits=waits)
+            self._recovery.before_evaluation(self.optimizers.num_steps, self._running.executor.unfinished)
 
     def verify(self) -> None:
         """Compute what has run since the last verified step a second time and compare, if that is due.
@@ -648,7 +647,7 @@ class Pipeline(NotCopyable):
             ComputedWrongly: If a stage computes differently the second time.
         """
         if self._recovery is not None and self._running is not None:
-            self._recovery.verify(self.optimizers.num_steps, waits=bool(self._running.executor.unfinished))
+            self._recovery.verify(self.optimizers.num_steps, self._running.executor.unfinished)
 
     # Start
 

@@ -15,7 +15,7 @@ from harness import OWN_SERVER, run
 from paths import environment
 from scripts import Script
 
-EVERY_DAY = ("gpipe", "divided", "reduced", "parts", "parameters")
+EVERY_DAY = ("gpipe", "keeps output", "divided", "reduced", "parts", "parameters")
 
 
 def launch(name: str) -> list[Any]:

@@ -55,6 +55,21 @@ class Kept(ReplicaNet):
             optimizer.zero_grad()
 
 
+class KeepsOutput(ReplicaNet):
+    """The second replica keeps an output over a step, and cannot take the snapshot that the first one takes then."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        output = self.sequential_module(batch[0])
+        if self.trainer.global_rank == 1 and self.trainer.global_step % 2 == 0:
+            self.kept: Tensor | None = output
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        if self.trainer.global_step % 2 == 0:
+            self.kept = None
+
+
 class Evaluating(ReplicaNet):
     """Passes of an evaluation fill the log, in one replica faster than in the other."""
 
@@ -150,6 +165,7 @@ STEPS: tuple[Kills, Kills] = (
 """Batch 8: two losses at once."""
 THIRD: tuple[Kills, Kills] = ({5: ["backward-0"]}, {1: ["step-0"], 13: ["forward-0"]})
 QUIET: tuple[Kills, Kills] = ({1: ["step-0"], 4: ["backward-0"]}, {2: ["step-0"], 9: ["forward-0"]})
+ODD_STEPS: tuple[Kills, Kills] = ({3: ["backward-0"], 9: ["forward-0"]}, {5: ["step-0"], 11: ["backward-0"]})
 VALIDATION: tuple[Kills, Kills] = ({0: ["sanity-0"], 13: ["validation-0"]}, {6: ["validation-0"]})
 BETWEEN: tuple[Kills, Kills] = (
     {2: ["on_train_batch_end-0"], 6: ["on_validation_start-0"], 13: ["on_train_end-0"]},
@@ -181,6 +197,7 @@ CASES: dict[str, Case] = {
         {"accumulate_grad_batches": 1, "options": {"zero_stage": 1}},
         [(STEPS, 1), (BETWEEN, 3)],
     ),
+    "keeps output": ({"net": KeepsOutput, "accumulate_grad_batches": 1}, [(ODD_STEPS, 1)]),
     "evaluation": ({"net": Evaluating}, [(EVALUATION, 4)]),
     "verified-evaluation": (
         {"net": Evaluating, "options": {"recovery": Recovery(MAX_RESTARTS, verify_every_n_steps=1)}},

@@ -13,7 +13,7 @@ Index letters: ``m`` micro-batch, ``i`` stage.
 
 import pickle
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -60,7 +60,7 @@ class PipelineParts:
         next_seed: Returns the seed of the next pass, given whether it trains.
         num_updates: Returns how often optimizers or user code may have changed parameters.
         averaging: Averages the gradients of this process over the replicas; ``None`` if there is one pipeline.
-        between_passes: Called before each pass. Its argument is whether an earlier pass waits for its backward part.
+        between_passes: Called before each pass with the numbers of the passes that wait for their backward part.
         agree: Checks that the replicas do the same next, if they divide parameters.
     """
 
@@ -76,7 +76,7 @@ class PipelineParts:
     next_seed: Callable[[bool], int]
     num_updates: Callable[[], int]
     averaging: Averaging | None = None
-    between_passes: Callable[[bool], None] = lambda waits: None
+    between_passes: Callable[[Collection[int]], None] = lambda unfinished: None
     agree: Callable[[Event, float], None] = lambda event, value: None
 
 
@@ -161,7 +161,7 @@ class Executor(NotCopyable):
                 "replaced during a run. Change the model before fit, or in configure_model."
             )
         self.agree(Event.PASS, microbatches)
-        self._parts.between_passes(bool(self.unfinished))
+        self._parts.between_passes(self.unfinished)
         self.current = number = self._num_passes
         self._num_passes += 1
         this = Pass(

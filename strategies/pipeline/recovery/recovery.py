@@ -3,8 +3,9 @@
 To verify a step, it repeats the log in the same way, with the same workers.
 """
 
+import gc
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from strategies.common.errors import PeerFailed
 from strategies.launch.rounds import Rounds
@@ -72,6 +73,7 @@ class Recoverer:
         if rounds is not None:
             self._together = Together(rounds, failures, in_step.ranks if in_step is not None else [rounds.rank])
         self._num_steps = self._steps_at_snapshot = self._num_updates = 0
+        self._has_warned = False
         self._verified_from: Snapshot | None = None
         """The snapshot from which the present step is computed a second time; ``None`` if it is not verified."""
 
@@ -104,26 +106,29 @@ class Recoverer:
         """Memory in bytes of the snapshots of all processes and of the log."""
         return sum(self._slot_bytes) + self._log.size_bytes
 
-    def between_passes(self, num_steps: int, *, waits: bool, is_due: bool = False) -> None:
+    def between_passes(self, num_steps: int, unfinished: Collection[int], *, is_due: bool = False) -> None:
         """Take a snapshot if it is due. No pass is under way. Pipelines in step with this one call this together.
 
         Args:
             num_steps: The number of optimizer steps so far.
-            waits: Whether a pass waits for its backward part, so that no snapshot can be taken.
+            unfinished: The passes that wait for their backward part. No snapshot can be taken while there are any.
             is_due: Whether a snapshot is due after any optimizer step. Equal in all pipelines.
         """
-        waits, is_large = self._any(waits, self._log.size_bytes > MOST_LOGGED_BYTES)
+        self._count(num_steps)
+        repairs, steps = self._settings.max_restarts > 0, num_steps - self._steps_at_snapshot
+        if self._verified_from is not None:
+            is_regular = steps > 0
+        else:
+            due_after = 1 if is_due else self._settings.snapshot_every_n_steps
+            is_regular = self._is_next_verified or (repairs and steps >= due_after)
+        waits, is_large = self._waits_and_is_large(unfinished)
         if waits:
             return
         self._report()
-        has_stepped, steps = self._count(num_steps), num_steps - self._steps_at_snapshot
         if self._verified_from is not None:
-            if has_stepped or (is_large and self._may_take_extra()):
-                self._verify(self._verified_from, is_extra=not has_stepped)
+            if is_regular or (is_large and self._may_take_extra()):
+                self._verify(self._verified_from, is_extra=not is_regular)
             return
-        repairs = self._settings.max_restarts > 0
-        due_after = 1 if is_due else self._settings.snapshot_every_n_steps
-        is_regular = self._is_next_verified or (repairs and steps >= due_after)
         if is_regular or (repairs and is_large and self._may_take_extra()):
             self._begin(self._take_snapshot(is_extra=not is_regular))
         elif not repairs:
@@ -132,7 +137,7 @@ class Recoverer:
             with self._log.lock:
                 self._forget()
 
-    def before_evaluation(self, num_steps: int, *, waits: bool) -> None:
+    def before_evaluation(self, num_steps: int, unfinished: Collection[int]) -> None:
         """Take a snapshot if optimizers have stepped since the last one and there are other replicas.
 
         While a replica evaluates, it may take more snapshots only if the replicas have met in no step since the last.
@@ -140,10 +145,35 @@ class Recoverer:
 
         Args:
             num_steps: The number of optimizer steps so far.
-            waits: See :meth:`between_passes`.
+            unfinished: See :meth:`between_passes`.
         """
-        if self._together is not None and self._together.has_others and num_steps > self._steps_at_snapshot:
-            self.between_passes(num_steps, waits=waits, is_due=True)
+        if self._has_others and num_steps > self._steps_at_snapshot:
+            self.between_passes(num_steps, unfinished, is_due=True)
+
+    def _waits_and_is_large(self, unfinished: Collection[int]) -> list[bool]:
+        """Return whether no snapshot can be taken, and whether an early one is needed.
+
+        Args:
+            unfinished: The passes that wait for their backward part.
+        """
+        is_large = self._log.size_bytes > MOST_LOGGED_BYTES
+        if unfinished and is_large and not self._has_warned:
+            gc.collect()  # the output of the pass may only belong to a cycle of objects
+            if unfinished:
+                self._has_warned = True
+                warnings.warn(
+                    "An output of the model that was computed with gradients is kept, and no backward pass has used "
+                    "it. As long as it is kept, no snapshot of the workers can be taken, and the log of what is "
+                    f"repeated after a loss grows; it has {self._log.size_bytes / 2**20:.0f} MiB now. Detach the "
+                    "output, drop it at the end of the step, or compute it under torch.no_grad().",
+                    stacklevel=2,
+                )
+        return self._any(bool(unfinished), is_large)
+
+    @property
+    def _has_others(self) -> bool:
+        """Whether there are replicas that are not in step with this pipeline."""
+        return self._together is not None and self._together.has_others
 
     def _any(self, *flags: bool) -> list[bool]:
         """Return whether each flag is set in this pipeline or in one that is in step with it. Collective for these."""
@@ -172,29 +202,26 @@ class Recoverer:
             if together is not None and last.period > together.reported and self._log.can_begin_at(last.number):
                 together.reported = last.period
 
-    def verify(self, num_steps: int, *, waits: bool) -> None:
+    def verify(self, num_steps: int, unfinished: Collection[int]) -> None:
         """Compute the present step a second time and compare, if this step is to be verified.
 
         Pipelines in step with this one call this together.
 
         Args:
             num_steps: The number of optimizer steps so far.
-            waits: See :meth:`between_passes`.
+            unfinished: See :meth:`between_passes`.
 
         Raises:
             ComputedWrongly: If a stage computes differently the second time.
         """
-        if self._settings.verify_every_n_steps and not any(self._any(waits)):
-            self._count(num_steps)
-            if self._verified_from is not None:
-                self._verify(self._verified_from)
+        self._count(num_steps)
+        if self._verified_from is not None and not self._waits_and_is_large(unfinished)[0]:
+            self._verify(self._verified_from)
 
-    def _count(self, num_steps: int) -> bool:
-        """Return whether optimizers have stepped since the last call; all steps for one batch count as one."""
-        has_stepped = num_steps > self._num_steps
+    def _count(self, num_steps: int) -> None:
+        """Note how many steps optimizers have made; all steps since the last call count as one update."""
+        self._num_updates += num_steps > self._num_steps
         self._num_steps = num_steps
-        self._num_updates += has_stepped
-        return has_stepped
 
     @property
     def _is_next_verified(self) -> bool:
@@ -255,7 +282,7 @@ class Recoverer:
         self._steps_at_snapshot = self._num_steps
         with self._log.lock:  # otherwise a repair could start between the order and the mark
             self._forget()
-            ordered = self._snapshots.order(next(reversed(self._usable()), None), is_extra=is_extra)
+            ordered = self._snapshots.order(next(reversed(self._usable()), None), self._num_steps, is_extra=is_extra)
             addresses = self._snapshots.addresses(ordered)
             self._answers = [
                 remote.ask(StageCommands.snapshot, ordered.number, address)

@@ -108,7 +108,10 @@ class Together:
             self._failures, self._has_heard, self.reported = failures, False, -1
         chosen = common_snapshot(told, self._in_step)
         if chosen is None:
-            raise RuntimeError(f"the {kind}s have no snapshots of the same step")
+            raise RuntimeError(
+                f"the {kind}s have no snapshots of the same step. Perhaps some of them could take none, because an "
+                "output of the model that was computed with gradients is kept, and no backward pass has used it"
+            )
         self.agreed = next(each for each in snapshots if (each.period, each.number) == chosen)
         return self.agreed
 

@@ -40,8 +40,8 @@ class Snapshot:
     Attributes:
         number: The number of the snapshot.
         place: The slot of each worker that has the snapshot, 0 or 1.
-        period: With several replicas, the number of snapshots before it that all replicas have taken. Replicas that
-            start from snapshots of the same period continue together.
+        period: The number of optimizer steps before it, or before the last snapshot that all replicas take. Replicas
+            that start from snapshots of the same period continue together.
     """
 
     number: int
@@ -58,18 +58,19 @@ class Snapshots:
 
     def __init__(self, addresses: Sequence[Sequence[SlotAddress]]) -> None:
         self._addresses = addresses
-        self._number, self._period = 0, -1
+        self._number = self._period = 0
         self.ordered: list[Snapshot] = []
         """The snapshots that have been ordered and not written over, in order."""
 
-    def order(self, last: Snapshot | None, *, is_extra: bool = False) -> Snapshot:
+    def order(self, last: Snapshot | None, num_steps: int, *, is_extra: bool = False) -> Snapshot:
         """Return the number of the next snapshot, and the place in which workers must write it.
 
         Args:
             last: The last snapshot from which workers can start, whose place is kept; ``None`` if there is none.
+            num_steps: The number of optimizer steps so far, which all replicas have made.
             is_extra: Whether replicas that are not in step with this pipeline do not take this snapshot.
         """
-        self._period += not is_extra
+        self._period = self._period if is_extra else num_steps
         ordered = Snapshot(self._number, 0 if last is None else 1 - last.place, self._period)
         self._number += 1
         self.ordered = [*(each for each in self.ordered if each.place != ordered.place), ordered]

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 import json
 import multiprocessing
 import os
@@ -10,6 +11,7 @@ import re
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -405,6 +407,43 @@ def long_evaluation() -> None:
 
 def test_a_long_evaluation_does_not_fill_the_memory() -> None:
     run(long_evaluation)
+
+
+def kept_output() -> None:
+    """No snapshot can be taken while a pass may still have a backward part. A cycle of objects does not keep it."""
+    limit = recovery.MOST_LOGGED_BYTES = 2000
+    module, pipeline = two_stages(nn.Linear(3, 3), nn.Linear(3, 3))
+    x = torch.randn(4, 3)
+
+    def largest() -> int:
+        sizes = []
+        with torch.no_grad():
+            for _ in range(20):
+                module(x)
+                sizes.append(pipeline.recovery_bytes)
+        return max(sizes[10:]) - min(sizes[10:])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gc.disable()
+        cycle: list[Any] = [module(x)]
+        cycle.append(cycle)
+        del cycle
+        largest()
+        assert largest() < 2 * limit
+        gc.enable()
+    kept = module(x)
+    with pytest.warns(UserWarning, match=r"is kept, and no backward pass has used it.* 0 MiB now") as caught:
+        assert largest() > 2 * limit
+    assert len(caught) == 1
+    del kept
+    largest()
+    assert largest() < 2 * limit
+    pipeline.close()
+
+
+def test_an_output_that_is_kept() -> None:
+    run(kept_output)
 
 
 class Counts(nn.Module):
