@@ -92,9 +92,17 @@ class Failures:
         return self.current._raised
 
     def give_way_to(self, successor: "Failures") -> None:
-        """End the session of these failures, which have been repaired."""
+        """End the session of these failures, which have been repaired.
+
+        If an error has been raised to the user meanwhile, the next session knows this error.
+        """
         assert self.repair is not None
-        self._successor = successor
+        with self._lock:
+            self._successor = successor
+            interruption = self._found[0] if self._raised else None
+        if interruption is not None:
+            successor.add(interruption[0], consequence=False)
+            successor._raised = True
         self.repair.set_result(successor)
 
     def settle(self) -> None:
@@ -120,6 +128,19 @@ class Failures:
             self._cause.set_result(None)
         if is_first:
             self.first.set_result(None)
+
+    def _add_raised(self, error: BaseException) -> bool:
+        """Record an error of the user's code, which ends with it; return ``False`` if the session is over."""
+        with self._lock:
+            if self._successor is not None:
+                return False
+            is_repaired = bool(self._found) and self.repair is not None and not self.repair.done()
+            if is_repaired:
+                self._found.insert(0, (error, False))  # not the loss under repair
+                self._raised = True
+        if not is_repaired:
+            self.add(error, consequence=is_consequence(error))
+        return self._successor is None
 
     def put_first(self, error: BaseException) -> None:
         """Record an error that is raised in place of the failures so far."""
@@ -153,11 +174,8 @@ class Failures:
         try:
             yield
         except BaseException as error:  # Ctrl-C as well
-            current = self.current
-            if current.any and current.repair is not None and not current.repair.done():
-                current.put_first(error)  # the user's code ends with this error, not with the loss under repair
-            else:
-                current.add(error, consequence=is_consequence(error))
+            while not self.current._add_raised(error):
+                pass  # workers have been replaced at this moment
             self.raise_cause()
 
     def raise_cause(self) -> NoReturn:

@@ -68,7 +68,9 @@ class Recoverer:
         """The answers of the workers to the last order of a snapshot."""
         self._slot_bytes = [0] * NUM_SLOTS
         """The memory of the slots at each place."""
-        self._repairs = Repairs(settings.max_restarts, self._log, self._kill, self._replace, done)
+        self._repairs = Repairs(
+            settings.max_restarts, self._log, self._kill, self._replace, self.transport.fail, done
+        )
         self._together, self._in_step = None, in_step
         if rounds is not None:
             self._together = Together(rounds, failures, in_step.ranks if in_step is not None else [rounds.rank])

@@ -67,6 +67,8 @@ class Repairs:
         kill: Kills all workers.
         replace: Starts new workers and repeats the log. Its arguments are the failures of the next session, and a
             message that says which worker was lost. It returns the number of repeated operations.
+        abandon: Called if the user's code has ended by an error while workers were replaced. It makes the new workers
+            abandon the pass, which nobody continues.
         done: The repairs so far, including repairs of earlier pipelines of the run. Each repair adds an entry.
     """
 
@@ -76,9 +78,11 @@ class Repairs:
         log: Log,
         kill: Callable[[], None],
         replace: Callable[[Failures, str], int],
+        abandon: Callable[[], None],
         done: list[Repair],
     ) -> None:
-        self._max_restarts, self._log, self._kill, self._replace, self._done = max_restarts, log, kill, replace, done
+        self._max_restarts, self._log, self._done = max_restarts, log, done
+        self._kill, self._replace, self._abandon = kill, replace, abandon
         self._num_lost = len(done)
         self._has_ended: Future[None] = Future()
         self._thread = threading.Thread(target=self._work, name="relay-repairs", daemon=True)
@@ -123,6 +127,8 @@ class Repairs:
             successor.repair = Future()
             self._log.failures = successor
             failures.give_way_to(successor)
+            if successor.raised:
+                self._abandon()
         with suppress(Warning):  # the user may have turned warnings into errors
             warnings.warn(f"{lost}\nThe workers have been replaced in {seconds:.1f} s.", stacklevel=1)
         return True

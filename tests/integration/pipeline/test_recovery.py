@@ -446,6 +446,33 @@ def test_an_output_that_is_kept() -> None:
     run(kept_output)
 
 
+def interrupted_repair() -> None:
+    """Ctrl-C while workers are replaced: no worker waits for the rest of the pass, and the weights come back."""
+    replace = recovery.Recoverer._replace
+
+    def interrupting(self: recovery.Recoverer, *args: Any) -> int:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.3)  # the main thread leaves the pass
+        return replace(self, *args)
+
+    recovery.Recoverer._replace = interrupting  # type: ignore[method-assign]
+    for schedule in ("gpipe", "1f1b"):
+        training = Training(schedule, Recovery(1))
+        expected = copy.deepcopy(dict(training.model.named_parameters()))
+        training.pipeline.start()
+        Path("kill-forward-0").touch()
+        with pytest.raises(KeyboardInterrupt):
+            training.step(0)
+        start = time.monotonic()
+        training.pipeline.close()
+        assert time.monotonic() - start < 20 and len(training.pipeline.repairs) == 1
+        same(dict(training.model.named_parameters()), expected, schedule)
+
+
+def test_an_interrupted_repair() -> None:
+    run(interrupted_repair)
+
+
 class Counts(nn.Module):
     """Returns something else each time that any process calls it."""
 

@@ -39,8 +39,8 @@ class Run:
         self.remote = RemoteStage("worker", None, "stage 0", self._process(), self.log.failures)
         self.remote.keep_log(self.log)
         self.done: list[Repair] = []
-        self.num_killed = 0
-        self.repairs = Repairs(2, self.log, self._kill, self._replace, self.done)
+        self.num_killed = self.num_abandoned = 0
+        self.repairs = Repairs(2, self.log, self._kill, self._replace, self._abandon, self.done)
         self.repairs.start()
 
     def lose(self) -> None:
@@ -51,6 +51,9 @@ class Run:
 
     def _kill(self) -> None:
         self.num_killed += 1
+
+    def _abandon(self) -> None:
+        self.num_abandoned += 1
 
     def _replace(self, failures: Failures, lost: str) -> int:
         self.remote.renew("next", None, self._process(), failures)
@@ -157,3 +160,7 @@ def test_what_interrupts_a_repair_is_raised(running: Run) -> None:
     with pytest.raises(KeyboardInterrupt), failures.explained():
         raise KeyboardInterrupt
     may_end.set()
+    failures.repair.result()
+    with running.log.lock:  # held until the repair is over
+        assert running.num_abandoned == 1
+    assert failures.raised and isinstance(running.log.failures.cause(), KeyboardInterrupt)
