@@ -81,6 +81,7 @@ def ending(name: str) -> tuple[str, float]:
     [
         ("error", ["KeyError: 'of the user'", "RuntimeError: rank 1, process ", "ended with status 1"]),
         ("driver", ["RuntimeError: rank 1, process ", "was killed by signal 9"]),
+        ("kept output", ["RuntimeError: an output of the model", "so this replica cannot verify the step"]),
     ],
 )
 def test_other_failures_of_a_replica_end_the_run(name: str, messages: list[str]) -> None:

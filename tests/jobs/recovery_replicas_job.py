@@ -166,6 +166,8 @@ STEPS: tuple[Kills, Kills] = (
 THIRD: tuple[Kills, Kills] = ({5: ["backward-0"]}, {1: ["step-0"], 13: ["forward-0"]})
 QUIET: tuple[Kills, Kills] = ({1: ["step-0"], 4: ["backward-0"]}, {2: ["step-0"], 9: ["forward-0"]})
 ODD_STEPS: tuple[Kills, Kills] = ({3: ["backward-0"], 9: ["forward-0"]}, {5: ["step-0"], 11: ["backward-0"]})
+"""Both replicas have a snapshot of the step before, and the first one has one of this step."""
+WITH_BOTH: tuple[Kills, Kills] = ({7: ["backward-0"]}, {13: ["forward-0"]})
 VALIDATION: tuple[Kills, Kills] = ({0: ["sanity-0"], 13: ["validation-0"]}, {6: ["validation-0"]})
 BETWEEN: tuple[Kills, Kills] = (
     {2: ["on_train_batch_end-0"], 6: ["on_validation_start-0"], 13: ["on_train_end-0"]},
@@ -197,7 +199,7 @@ CASES: dict[str, Case] = {
         {"accumulate_grad_batches": 1, "options": {"zero_stage": 1}},
         [(STEPS, 1), (BETWEEN, 3)],
     ),
-    "keeps output": ({"net": KeepsOutput, "accumulate_grad_batches": 1}, [(ODD_STEPS, 1)]),
+    "keeps output": ({"net": KeepsOutput, "accumulate_grad_batches": 1}, [(ODD_STEPS, 1), (WITH_BOTH, 3)]),
     "evaluation": ({"net": Evaluating}, [(EVALUATION, 4)]),
     "verified-evaluation": (
         {"net": Evaluating, "options": {"recovery": Recovery(MAX_RESTARTS, verify_every_n_steps=1)}},
@@ -209,6 +211,13 @@ CASES: dict[str, Case] = {
             "options": {"zero_stage": 1, "recovery": Recovery(MAX_RESTARTS, verify_every_n_steps=2)},
         },
         [(STEPS, 1)],
+    ),
+    "verified, saving": (
+        {
+            "accumulate_grad_batches": 1,
+            "options": {"zero_stage": 1, "recovery": Recovery(MAX_RESTARTS, verify_every_n_steps=1)},
+        },
+        [(SAVING, 1), (TEARDOWN, 1)],
     ),
     "reduced": (
         {"net": Kept, "accumulate_grad_batches": 1, "options": {"zero_stage": 2}},
@@ -277,6 +286,7 @@ FOUND: dict[str, Any] = {"recovery": Recovery(verify_every_n_steps=1)}
 ENDS: dict[str, tuple[type[Net], dict[str, Any]]] = {
     "error": (Ending, {"replicas": 2}),
     "driver": (Killed, {"replicas": 2}),
+    "kept output": (KeepsOutput, {"replicas": 2, "options": FOUND}),
     "faulty part": (Faulty, {"parts": 2, "options": FOUND}),
     "faulty replica": (Faulty, {"replicas": 2, "options": FOUND}),
     "faulty replica, parameters": (Faulty, {"replicas": 2, "options": {**FOUND, "zero_stage": 3}}),

@@ -25,6 +25,9 @@ from strategies.pipeline.transport.slots import NUM_SLOTS, SlotAddress
 MOST_LOGGED_BYTES = 2**28
 """If the log exceeds this size, a snapshot is taken before it is due."""
 
+_KEPT = "an output of the model that was computed with gradients is kept somewhere, and no backward pass has used it"
+_WAY_OUT = "Detach the output, drop it at the end of the step, or compute it under torch.no_grad()."
+
 Restart = Callable[[Failures, Sequence[InSlot], int], Transport]
 """Starts new workers from the states in slots, and returns the transport that connects the driver with them.
 
@@ -68,13 +71,13 @@ class Recoverer:
         """The answers of the workers to the last order of a snapshot."""
         self._slot_bytes = [0] * NUM_SLOTS
         """The memory of the slots at each place."""
-        self._repairs = Repairs(
-            settings.max_restarts, self._log, self._kill, self._replace, self.transport.fail, done
-        )
+        self._repairs = Repairs(settings.max_restarts, self._log, self._kill, self._replace, self.transport.fail, done)
         self._together, self._in_step = None, in_step
         if rounds is not None:
             self._together = Together(rounds, failures, in_step.ranks if in_step is not None else [rounds.rank])
         self._num_steps = self._steps_at_snapshot = self._num_updates = 0
+        self._num_checks = 0
+        """How often :meth:`verify` has verified a step, which all pipelines do at the same points."""
         self._has_warned = False
         self._verified_from: Snapshot | None = None
         """The snapshot from which the present step is computed a second time; ``None`` if it is not verified."""
@@ -115,17 +118,22 @@ class Recoverer:
             num_steps: The number of optimizer steps so far.
             unfinished: The passes that wait for their backward part. No snapshot can be taken while there are any.
             is_due: Whether a snapshot is due after any optimizer step. Equal in all pipelines.
+
+        Raises:
+            ComputedWrongly: If a step is verified here, and a stage computes differently the second time.
+            RuntimeError: See :meth:`_waits_and_is_large`.
         """
-        self._count(num_steps)
-        repairs, steps = self._settings.max_restarts > 0, num_steps - self._steps_at_snapshot
+        every = 1 if is_due else self._settings.snapshot_every_n_steps
+        repairs, is_next_verified = self._settings.max_restarts > 0, self._is_next_verified(num_steps)
         if self._verified_from is not None:
-            is_regular = steps > 0
+            is_regular = is_verification = num_steps > self._steps_at_snapshot
         else:
-            due_after = 1 if is_due else self._settings.snapshot_every_n_steps
-            is_regular = self._is_next_verified or (repairs and steps >= due_after)
-        waits, is_large = self._waits_and_is_large(unfinished)
+            is_verification = is_next_verified
+            is_regular = is_next_verified or (repairs and num_steps // every > self._steps_at_snapshot // every)
+        waits, is_large = self._waits_and_is_large(unfinished, is_regular=is_regular, is_verification=is_verification)
         if waits:
             return
+        self._count(num_steps)
         self._report()
         if self._verified_from is not None:
             if is_regular or (is_large and self._may_take_extra()):
@@ -152,25 +160,38 @@ class Recoverer:
         if self._has_others and num_steps > self._steps_at_snapshot:
             self.between_passes(num_steps, unfinished, is_due=True)
 
-    def _waits_and_is_large(self, unfinished: Collection[int]) -> list[bool]:
-        """Return whether no snapshot can be taken, and whether an early one is needed.
+    def _waits_and_is_large(
+        self, unfinished: Collection[int], *, is_regular: bool, is_verification: bool
+    ) -> list[bool]:
+        """Return whether no snapshot can be taken, because a pass waits for its backward part, and if one is urgent.
 
         Args:
             unfinished: The passes that wait for their backward part.
+            is_regular: Whether a snapshot is due that all replicas take at this point.
+            is_verification: Whether a verified step begins or ends at this point, in all replicas.
+
+        Raises:
+            RuntimeError: If a pass waits although the other replicas begin or end a verified step. The second
+                computation of a replica exchanges values with that of the others.
         """
         is_large = self._log.size_bytes > MOST_LOGGED_BYTES
-        if unfinished and is_large and not self._has_warned:
+        if unfinished and ((is_large and not self._has_warned) or (is_regular and self._has_others)):
             gc.collect()  # the output of the pass may only belong to a cycle of objects
-            if unfinished:
-                self._has_warned = True
-                warnings.warn(
-                    "An output of the model that was computed with gradients is kept, and no backward pass has used "
-                    "it. As long as it is kept, no snapshot of the workers can be taken, and the log of what is "
-                    f"repeated after a loss grows; it has {self._log.size_bytes / 2**20:.0f} MiB now. Detach the "
-                    "output, drop it at the end of the step, or compute it under torch.no_grad().",
-                    stacklevel=2,
-                )
+        if unfinished and is_verification and self._has_others:
+            raise RuntimeError(f"{_KEPT}, so this replica cannot verify the step that all replicas verify. {_WAY_OUT}")
+        if unfinished and (is_large or (is_regular and self._has_others)):
+            self._warn_of_kept_output()
         return self._any(bool(unfinished), is_large)
+
+    def _warn_of_kept_output(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{_KEPT}. As long as it is kept, no snapshot of the workers can be taken, so the log of what is "
+                f"repeated after a loss grows (it has {self._log.size_bytes / 2**20:.0f} MiB now), and no step is "
+                f"verified. Replicas can be repaired only if all of them take snapshots of the same step. {_WAY_OUT}",
+                stacklevel=2,
+            )
 
     @property
     def _has_others(self) -> bool:
@@ -215,24 +236,30 @@ class Recoverer:
 
         Raises:
             ComputedWrongly: If a stage computes differently the second time.
+            RuntimeError: See :meth:`_waits_and_is_large`.
         """
+        if self._verified_from is None:
+            return
+        if self._waits_and_is_large(unfinished, is_regular=True, is_verification=True)[0]:
+            self._warn_of_kept_output()  # what follows uses values that have not been verified
+            return
+        self._num_checks += 1
         self._count(num_steps)
-        if self._verified_from is not None and not self._waits_and_is_large(unfinished)[0]:
-            self._verify(self._verified_from)
+        self._verify(self._verified_from)
 
     def _count(self, num_steps: int) -> None:
         """Note how many steps optimizers have made; all steps since the last call count as one update."""
         self._num_updates += num_steps > self._num_steps
         self._num_steps = num_steps
 
-    @property
-    def _is_next_verified(self) -> bool:
-        every = self._settings.verify_every_n_steps
-        return every > 0 and (self._num_updates + 1) % every == 0
+    def _is_next_verified(self, num_steps: int) -> bool:
+        """Return whether the step that begins now is to be computed a second time."""
+        every, num_updates = self._settings.verify_every_n_steps, self._num_updates + (num_steps > self._num_steps)
+        return every > 0 and (num_updates + 1) % every == 0
 
     def _begin(self, snapshot: Snapshot) -> None:
         """Begin a step, or go on with it, just after a snapshot."""
-        self._verified_from = snapshot if self._is_next_verified else None
+        self._verified_from = snapshot if self._is_next_verified(self._num_steps) else None
         if self._verified_from is not None:
             for remote in self._remotes:
                 remote.send(StageCommands.start_journal)
@@ -284,7 +311,8 @@ class Recoverer:
         self._steps_at_snapshot = self._num_steps
         with self._log.lock:  # otherwise a repair could start between the order and the mark
             self._forget()
-            ordered = self._snapshots.order(next(reversed(self._usable()), None), self._num_steps, is_extra=is_extra)
+            period = self._num_steps + self._num_checks
+            ordered = self._snapshots.order(next(reversed(self._usable()), None), period, is_extra=is_extra)
             addresses = self._snapshots.addresses(ordered)
             self._answers = [
                 remote.ask(StageCommands.snapshot, ordered.number, address)

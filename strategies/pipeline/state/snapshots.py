@@ -40,8 +40,9 @@ class Snapshot:
     Attributes:
         number: The number of the snapshot.
         place: The slot of each worker that has the snapshot, 0 or 1.
-        period: The number of optimizer steps before it, or before the last snapshot that all replicas take. Replicas
-            that start from snapshots of the same period continue together.
+        period: The number of points before it that all replicas pass: of optimizer steps and of verifications. An
+            extra snapshot has the period of the last regular one. Replicas that start from snapshots of the same
+            period continue together.
     """
 
     number: int
@@ -62,15 +63,15 @@ class Snapshots:
         self.ordered: list[Snapshot] = []
         """The snapshots that have been ordered and not written over, in order."""
 
-    def order(self, last: Snapshot | None, num_steps: int, *, is_extra: bool = False) -> Snapshot:
+    def order(self, last: Snapshot | None, period: int, *, is_extra: bool = False) -> Snapshot:
         """Return the number of the next snapshot, and the place in which workers must write it.
 
         Args:
             last: The last snapshot from which workers can start, whose place is kept; ``None`` if there is none.
-            num_steps: The number of optimizer steps so far, which all replicas have made.
+            period: The period of a regular snapshot.
             is_extra: Whether replicas that are not in step with this pipeline do not take this snapshot.
         """
-        self._period = self._period if is_extra else num_steps
+        self._period = self._period if is_extra else period
         ordered = Snapshot(self._number, 0 if last is None else 1 - last.place, self._period)
         self._number += 1
         self.ordered = [*(each for each in self.ordered if each.place != ordered.place), ordered]

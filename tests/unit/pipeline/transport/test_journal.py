@@ -21,6 +21,11 @@ def test_a_fingerprint_shows_each_bit(dtype: torch.dtype, size: int) -> None:
         assert fingerprint(flipped) != fingerprint(value)
 
 
+def test_a_fingerprint_shows_the_order_of_rows() -> None:
+    rows = torch.randn(4, 6)
+    assert fingerprint(rows[[1, 0, 3, 2]]) != fingerprint(rows)
+
+
 class Loop:
     """Carries values within this process: a transport, and both of its channels."""
 
