@@ -35,7 +35,7 @@ def fingerprint(value: Any) -> Fingerprint:
 
 
 def _checksum(tensor: Tensor) -> int:
-    return zlib.crc32(tensor.cpu().reshape(-1).view(torch.uint8).numpy())
+    return zlib.crc32(tensor.cpu().reshape(-1).view(torch.uint8).numpy().data)
 
 
 @dataclass(frozen=True)
