@@ -200,7 +200,7 @@ class Ranks:
         store.set(self._call, session.to_json())
         ready = [ready_key(self._call, stage) for stage in range(len(world.workers))]
         seconds = _ARRIVAL_SECONDS if self._call.endswith("/1") else _ARRIVAL_SECONDS_LATER
-        if not appear(store, ready, seconds, self._check_supervisors):
+        if not appear(store, ready, seconds, self._check_arrival):
             late = [rank for rank, key in zip(world.workers, ready, strict=True) if not store.check([key])]
             raise RuntimeError(
                 f"rank {world.rank} has called fit, validate, test or predict, but ranks {late} have not within "
@@ -226,8 +226,10 @@ class Ranks:
         keys = {rank: supervisor_key(rank) for rank in self._world.workers}
         return {rank: tuple(json.loads(store.get(key))) for rank, key in keys.items() if store.check([key])}
 
-    def _check_supervisors(self) -> None:
-        """Raise an error if a rank that supervises its worker has ended."""
+    def _check_arrival(self) -> None:
+        """Raise an error if a worker cannot appear: its host is lost, or the rank that supervises it has ended."""
+        if HostLinks.lost is not None:  # in the session before, whose workers are to be replaced
+            raise RuntimeError(HostLinks.lost)
         for rank, (host, pid) in self._supervisors().items():
             if host == os.uname().nodename and not is_alive(pid):
                 raise RuntimeError(

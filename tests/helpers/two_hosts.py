@@ -4,7 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -50,27 +50,41 @@ class TwoHosts:
 
     def cut(self) -> None:
         """Drop everything that host ``a`` sends to host ``b``; both hosts still see their own link as up."""
-        _ip("-n", self.router, "route", "add", "blackhole", "10.77.2.1/32")
+        subprocess.run(self.cutting, shell=True, check=True)
+
+    @property
+    def cutting(self) -> str:
+        """The command of :meth:`cut`, which processes of the hosts may run, too."""
+        return f"ip -n {self.router} route add blackhole 10.77.2.1/32"
 
     def heal(self) -> None:
         _ip("-n", self.router, "route", "del", "blackhole", "10.77.2.1/32")
 
-    def start_ranks(self, command: Sequence[str], port: int, folder: Path) -> list[subprocess.Popen]:
-        """Start two ranks on each host as ``srun`` does. Each writes its output to ``out-RANK`` in the folder."""
-        return [self._start_rank(rank, command, port, folder / f"out-{rank}") for rank in range(2 * NUM_LOCAL)]
+    def start_ranks(
+        self,
+        command: Sequence[str],
+        port: int,
+        folder: Path,
+        num_local: int = NUM_LOCAL,
+        env: Mapping[str, str] = os.environ,
+    ) -> list[subprocess.Popen]:
+        """Start ranks on each host as ``srun`` does. Each writes its output to ``out-RANK`` in the folder."""
+        return [self._start_rank(rank, command, port, folder, num_local, env) for rank in range(2 * num_local)]
 
-    def _start_rank(self, rank: int, command: Sequence[str], port: int, output: Path) -> subprocess.Popen:
-        host = self.hosts[rank // NUM_LOCAL]
+    def _start_rank(
+        self, rank: int, command: Sequence[str], port: int, folder: Path, num_local: int, env: Mapping[str, str]
+    ) -> subprocess.Popen:
+        host, output = self.hosts[rank // num_local], folder / f"out-{rank}"
         named = ["unshare", "--uts", "sh", "-c", f'hostname {host[-1]}; exec "$@"', "sh"]
         variables = {
             "SLURM_JOB_ID": "7",
             "SLURM_JOB_NAME": "relay",
-            "SLURM_NTASKS": "4",
-            "SLURM_NTASKS_PER_NODE": str(NUM_LOCAL),
+            "SLURM_NTASKS": str(2 * num_local),
+            "SLURM_NTASKS_PER_NODE": str(num_local),
             "SLURM_NNODES": "2",
             "SLURM_PROCID": str(rank),
-            "SLURM_LOCALID": str(rank % NUM_LOCAL),
-            "SLURM_NODEID": str(rank // NUM_LOCAL),
+            "SLURM_LOCALID": str(rank % num_local),
+            "SLURM_NODEID": str(rank // num_local),
             "SLURM_NODELIST": self.MASTER,
             "MASTER_ADDR": self.MASTER,
             "MASTER_PORT": str(port),
@@ -80,7 +94,7 @@ class TwoHosts:
         with output.open("w") as file:
             return subprocess.Popen(
                 ["ip", "netns", "exec", host, *named, *command],
-                env={**os.environ, **variables},
+                env={**env, **variables},
                 stdout=file,
                 stderr=subprocess.STDOUT,
             )

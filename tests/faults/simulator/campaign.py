@@ -6,7 +6,7 @@ import re
 import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from harness import OWN_SERVER, run
@@ -65,7 +65,7 @@ class Campaign:
         began = time.monotonic()
         outcome = None
         try:
-            reference = self._reference(case.shape)
+            reference = self._reference(replace(case.shape, launcher=""))
             assert reference.results is not None
             usual_seconds = reference.results.ended - reference.results.began
             outcome = run(
@@ -132,7 +132,7 @@ def _allowed(case: Case) -> set[str]:
         and (fault.kind in ("kill", "cut off") or (fault.kind == "terminate" and fault.phase == ANY_MOMENT))
         for fault in case.faults
     )
-    return _allowed_of(case.shape) | ({"tmp"} if is_killed else set())
+    return _allowed_of(case.shape) | ({"tmp"} if is_killed or case.shape.launcher else set())
 
 
 def _allowed_of(shape: Shape) -> set[str]:

@@ -48,6 +48,11 @@ RANKS: dict[str, dict[str, tuple[Any, ...]]] = {
 }
 """Arguments of the strategies that have ranks in place of stages."""
 
+TORCHRUN, TWO_HOSTS = "torchrun", "two hosts"
+LAUNCHERS = {"": 18, TORCHRUN: 1, TWO_HOSTS: 1}
+"""Who starts the ranks of a single pipeline, with weights: nobody, torchrun, or tasks of SLURM on two hosts, which are
+network namespaces of this machine with a router between them."""
+
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "16-mixed")
 
 SANITY = "sanity validation"
@@ -76,6 +81,7 @@ class Shape:
         accumulate: Batches of one optimizer step.
         options: Arguments of the strategy.
         has_sanity: Whether it validates before the first step.
+        launcher: A key of ``LAUNCHERS``.
     """
 
     strategy: str
@@ -85,6 +91,7 @@ class Shape:
     accumulate: int
     options: tuple[tuple[str, Any], ...]
     has_sanity: bool = False
+    launcher: str = ""
 
     def option(self, name: str, default: Any = None) -> Any:
         """An argument of the strategy."""
@@ -105,6 +112,7 @@ class Shape:
         times = f" x {self.replicas}" if self.replicas > 1 else ""
         options = ", ".join(f"{name}={value}" for name, value in self.options)
         sanity = ", sanity validation" if self.has_sanity else ""
+        what += f" by {self.launcher}" if self.launcher == TORCHRUN else f" on {self.launcher}" if self.launcher else ""
         return f"{what}{times}, {self.precision}, accumulate={self.accumulate}, {options}{sanity}"
 
 
@@ -188,6 +196,20 @@ KINDS: dict[str, Kind] = {
 }
 
 
+LINK_DOWN, LINK_SLOW = "link down", "link slow"
+OF_LAUNCHED: dict[str, Kind] = {
+    "kill": Kind((WORKER,), PHASES, 4),
+    "stop": Kind((WORKER,), PASSES, 1),
+    "pause": Kind((DRIVER, WORKER), PASSES, 1),
+    "exception": Kind((DRIVER, WORKER), PASSES, 2),
+    "hang": Kind((WORKER,), PASSES, 1),
+    "slow": Kind((DRIVER, WORKER), PASSES, 1),
+    LINK_DOWN: Kind((DRIVER, WORKER), PASSES, 3),
+    LINK_SLOW: Kind((DRIVER, WORKER), PHASES, 3),
+}
+"""The faults of runs that a launcher starts. ``link down`` drops all packets to the other host from then on, ``link
+slow`` for a time, after which they are sent again."""
+
 IN_RECOVERY = ("kill", "stop", "exception", "hang", "slow")
 """Kinds whose second fault can also strike a worker that starts again after the first."""
 
@@ -209,7 +231,8 @@ class Case:
     @property
     def rpc_timeout_sec(self) -> float:
         """Short where something hangs, and long where a failure must be noticed without the time-out."""
-        return 3.0 if any(fault.kind in ("hang", "stop", "slow", "busy") for fault in self.faults) else 60.0
+        kinds = ("hang", "stop", "slow", "busy", LINK_DOWN)
+        return 3.0 if any(fault.kind in kinds for fault in self.faults) else 60.0
 
     @property
     def ends_driver(self) -> bool:
@@ -283,7 +306,10 @@ def _draw_shape(draws: Draws) -> Shape:
         return Shape(strategy, 1, 2, precision, accumulate, _draw_options(draws, RANKS[strategy]))
     stages, replicas = draws.of("stages", (1, 2, 2, 3, 3)), int(draws.weighted("replicas", {"1": 12, "2": 1}))
     options = _draw_options(draws, {**OPTIONS, **(SEVERAL_PIPELINES if replicas > 1 else {})})
-    return Shape(strategy, stages, replicas, precision, accumulate, options)
+    launcher = draws.weighted("launcher", LAUNCHERS) if stages > 1 and replicas == 1 else ""
+    if launcher == TWO_HOSTS:
+        stages = 2  # one on each
+    return Shape(strategy, stages, replicas, precision, accumulate, options, launcher=launcher)
 
 
 def _draw_options(draws: Draws, table: dict[str, tuple[Any, ...]]) -> tuple[tuple[str, Any], ...]:
@@ -296,6 +322,11 @@ def _draw_options(draws: Draws, table: dict[str, tuple[Any, ...]]) -> tuple[tupl
 
 def _draw_faults(draws: Draws, shape: Shape) -> tuple[Fault, ...]:
     """One or two faults; none if what has been drawn cannot happen to a run of this shape."""
+    if shape.launcher:
+        kinds = {name: k.weight for name, k in OF_LAUNCHED.items() if shape.launcher == TWO_HOSTS or "link" not in name}
+        kind = draws.weighted("kind of launched", kinds)
+        only = _draw_fault(draws, "first", shape, kind, draws.of("phase of launched", OF_LAUNCHED[kind].phases))
+        return (only,) if only is not None else ()
     kind = draws.weighted("kind", {name: known.weight for name, known in KINDS.items()})
     first = _draw_fault(draws, "first", shape, kind, draws.of("phase", KINDS[kind].phases))
     if first is None:
@@ -318,7 +349,7 @@ def _draw_faults(draws: Draws, shape: Shape) -> tuple[Fault, ...]:
 
 
 def _draw_fault(draws: Draws, which: str, shape: Shape, kind: str, phase: str) -> Fault | None:
-    role = draws.of(f"{which} role", KINDS[kind].roles)
+    role = draws.of(f"{which} role", (OF_LAUNCHED if shape.launcher else KINDS)[kind].roles)
     replica = draws.below(f"{which} replica", shape.replicas)
     is_worker = role == WORKER and shape.stages > 1
     stage = draws.below(f"{which} stage", shape.stages - 1) if is_worker else shape.stages - 1

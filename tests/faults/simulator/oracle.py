@@ -12,9 +12,13 @@ from torch import Tensor
 from tests.faults.simulator.cases import (
     ANY_MOMENT,
     DRIVER,
+    LINK_DOWN,
+    LINK_SLOW,
     NUM_BATCHES,
     RECOVERY,
     SERVER,
+    TORCHRUN,
+    TWO_HOSTS,
     WORKER,
     Case,
     Fault,
@@ -79,6 +83,7 @@ class Outcome:
         checkpoints_afterwards: The checkpoints of that.
         of_damaged: The results of a run that continues from a damaged checkpoint.
         damaged_name: The name of that checkpoint.
+        left: Ranks that have not ended.
     """
 
     results: Results | None
@@ -90,6 +95,7 @@ class Outcome:
     checkpoints_afterwards: dict[str, dict[str, Tensor] | str] = field(default_factory=dict)
     of_damaged: Results | None = None
     damaged_name: str = ""
+    left: list[str] = field(default_factory=list)
 
     def seconds_to_end(self) -> float | None:
         """Seconds from the last fault to the end of a run that raised something."""
@@ -131,9 +137,15 @@ def _endings_of(shape: Shape, fault: Fault) -> list[Ending]:
     if fault.kind == "nan" and fault.role == WORKER and (every_n_steps := shape.option("verify_every_n_steps")):
         found = Ending(("ComputedWrongly",), "gave different values")  # it is not computed a second time
         return [found] if every_n_steps == 1 else [GOES_ON, found]
-    if fault.role == SERVER or fault.kind in ("terminate", "pause", "slow", "busy", "nan", "damaged"):
+    if fault.role == SERVER or fault.kind in ("terminate", "pause", "slow", "busy", "nan", "damaged", LINK_SLOW):
         return [GOES_ON]
+    if fault.kind == LINK_DOWN:
+        return [Ending(("RuntimeError",), "rank 0 on a .* has heard nothing from b .* network between the two hosts")]
     raising = _raising(fault)
+    if shape.launcher == TORCHRUN and fault.role == WORKER:
+        raising.append(Ending(statuses=(1,)))  # torchrun ends the driver when a rank ends, perhaps before it raises
+    if shape.launcher == TWO_HOSTS and fault.kind == "kill":
+        raising.append(Ending(("WorkerLost",), "stage 0 .* on b, did not answer"))  # the driver cannot see its process
     if fault.kind == "connection lost" and shape.replicas > 1:  # between ranks, or to the store of rank 0
         raising = [
             Ending(("RuntimeError",), "lost a connection between them|rank 1, process|stage"),
@@ -206,7 +218,7 @@ def judge(case: Case, outcome: Outcome, reference: Outcome) -> list[str]:
         outcome: What came of it.
         reference: What a run of the same shape comes to that nothing disturbs.
     """
-    wrong = [*_of_the_end(case, outcome), *_of_the_results(case, outcome, reference)]
+    wrong = [*outcome.left, *_of_the_end(case, outcome), *_of_the_results(case, outcome, reference)]
     if outcome.leftovers and (outcome.status or 0) >= 0 and not any(f.kind == "cut off" for f in case.faults):
         wrong.append(f"left in the folder of checkpoints: {outcome.leftovers}")
     if outcome.of_damaged is not None:

@@ -9,7 +9,7 @@ import time
 import traceback
 import warnings
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from strategies import DDPStrategy, Recovery, RPCSequentialStrategy, ZeROStrategy
 from strategies.checkpoint.store import is_sharded, load_sharded, sharded_tensors
-from tests.faults.simulator.cases import ANY_MOMENT, NUM_BATCHES, SANITY, SAVE_EVERY, Case, Fault, Shape
+from tests.faults.simulator.cases import ANY_MOMENT, NUM_BATCHES, SANITY, SAVE_EVERY, TWO_HOSTS, Case, Fault, Shape
+from tests.faults.simulator.launched import train_in_ranks
 from tests.faults.simulator.oracle import Error, Outcome, Results
 from tests.faults.simulator.traps import WIDTH, Position, Trapped, TrappedAdam, Traps, disk_is_free_again
 from trainer import Trainer
@@ -142,7 +143,7 @@ def train(
     """
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
-    position = Position(str(folder), int(os.environ.get("LOCAL_RANK", "0")))
+    position = Position(str(folder), 0 if shape.launcher else int(os.environ.get("LOCAL_RANK", "0")))
     position.set(-1, "begin")
     traps = Traps(faults, position, os.getpid(), timeout_seconds)
     torch.manual_seed(1)
@@ -197,9 +198,11 @@ def _trainer(shape: Shape, saved: Path, traps: Traps, hears: Hears) -> Trainer:
     saving = ModelCheckpoint(
         saved, "{step}", every_n_train_steps=SAVE_EVERY, save_top_k=-1, enable_version_counter=False
     )
+    num_hosts = 2 if shape.launcher == TWO_HOSTS else 1
     return Trainer(
         accelerator="cpu",
-        devices=shape.stages * shape.replicas,
+        devices=shape.stages * shape.replicas // num_hosts,
+        num_nodes=num_hosts,
         strategy=strategy,
         max_epochs=1,
         accumulate_grad_batches=shape.accumulate,
@@ -235,7 +238,11 @@ def disturbed(case: Case, usual_seconds: float) -> Outcome:
     if int(os.environ.get("LOCAL_RANK", "0")) > 0:
         return _other_rank(case, folder, arguments)
     status: int | None = None
-    if case.ends_driver:
+    left: list[str] = []
+    if case.shape.launcher:
+        results, left = train_in_ranks(folder, case.shape, {"faults": disturbs, **arguments})
+        status = 1
+    elif case.ends_driver:
         results, status = _in_own_process(case, folder, arguments)
     else:
         results = train(case.shape, folder, "saved", () if is_damaged else disturbs, **arguments)
@@ -245,6 +252,7 @@ def disturbed(case: Case, usual_seconds: float) -> Outcome:
         struck=_struck(folder),
         leftovers=_leftovers(folder / "saved"),
         checkpoints=_checkpoints(folder / "saved"),
+        left=left,
     )
     if is_damaged:
         damaged = sorted((folder / "saved").iterdir(), key=_step)[-1]
@@ -258,7 +266,7 @@ def disturbed(case: Case, usual_seconds: float) -> Outcome:
     last = folder / "saved" / max(readable, key=lambda name: _step(Path(name))) if readable else None
     (folder / "afterwards.part").write_text(str(last or ""))
     (folder / "afterwards.part").replace(folder / "afterwards")
-    outcome.afterwards = train(case.shape, folder, "saved-afterwards", checkpoint=last)
+    outcome.afterwards = train(replace(case.shape, launcher=""), folder, "saved-afterwards", checkpoint=last)
     outcome.checkpoints_afterwards = _checkpoints(folder / "saved-afterwards")
     return outcome
 

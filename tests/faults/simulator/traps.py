@@ -24,10 +24,16 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from tests.faults.simulator.cases import DRIVER, RECOVERY, SANITY, SERVER, WORKER, Fault
+from tests.faults.simulator.cases import DRIVER, LINK_DOWN, LINK_SLOW, RECOVERY, SANITY, SERVER, WORKER, Fault
 
 WIDTH = 6
 PAUSE_SECONDS = 0.7
+LINK_SECONDS = 1.5
+"""How long a slow link drops packets. They are sent again, later and later."""
+STAGE_OF_RANK = "RELAY_STAGE_OF_RANK"
+"""The variable with the stage of a rank that a launcher has started, which may become a worker itself."""
+CUTS_LINK = "RELAY_CUTS_LINK"
+"""The variable with the command that drops the packets between two hosts; ``del`` in place of ``add`` undoes it."""
 FAULT = "a fault of the simulator"
 """What every exception of a fault says."""
 
@@ -112,7 +118,7 @@ class Traps:
         if fault.replica != self.position.replica:
             return False
         if fault.role == WORKER:
-            return Path("/proc/self/comm").read_text().strip() == f"relay-worker-{fault.stage}"
+            return _own_stage() == str(fault.stage)
         return os.getpid() == self.driver
 
     def _strikes_first(self, number: int) -> bool:
@@ -135,9 +141,9 @@ class Traps:
 
     def note_worker(self) -> None:
         """Record this process as the worker of its stage."""
-        name = Path("/proc/self/comm").read_text().strip()
-        if name.startswith("relay-worker-") and os.getpid() != self.driver:
-            file = self._file_of_worker(name.rpartition("-")[2])
+        stage = _own_stage()
+        if stage is not None and os.getpid() != self.driver:
+            file = self._file_of_worker(stage)
             file.with_suffix(".part").write_text(str(os.getpid()))
             file.with_suffix(".part").replace(file)
 
@@ -167,9 +173,20 @@ class Traps:
             if fault.kind == "cut off":  # Python ignores the signal; its default kills the process
                 ctypes.CDLL(None).signal(signal.SIGXFSZ, 0)
             resource.setrlimit(resource.RLIMIT_FSIZE, (fault.detail, resource.RLIM_INFINITY))
+        elif fault.kind in (LINK_DOWN, LINK_SLOW):
+            cut = os.environ[CUTS_LINK]
+            subprocess.run(cut, shell=True, check=True)
+            if fault.kind == LINK_SLOW:
+                subprocess.Popen(f"sleep {LINK_SECONDS}; {cut.replace(' add ', ' del ')}", shell=True)
         elif fault.kind == "connection lost":
             found = connections()
             found[int(fault.detail * len(found))].shutdown(socket.SHUT_RDWR)
+
+
+def _own_stage() -> str | None:
+    """The stage of the worker that this process is; ``None`` if it is none."""
+    name = Path("/proc/self/comm").read_text().strip()
+    return name.rpartition("-")[2] if name.startswith("relay-worker-") else os.environ.get(STAGE_OF_RANK)
 
 
 def disk_is_free_again() -> None:
