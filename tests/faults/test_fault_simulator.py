@@ -5,6 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from two_hosts import CAN_HAVE_HOSTS
 
 from tests.faults.simulator.__main__ import main
 from tests.faults.simulator.campaign import Campaign, Verdict
@@ -34,6 +35,31 @@ OF_MAKE_TEST = ("kill", "exception", "connection lost")
 )
 def test_a_fault(kind: str) -> None:
     check(first_seed(kind, QUICK[kind]))
+
+
+OF_TORCHRUN = 2
+"""A worker is killed and replaced."""
+OF_TWO_HOSTS = (6, 364)
+"""The link between the hosts goes down without ``max_restarts``, or drops packets for a time."""
+WITH_RESTARTS = 267
+"""The link goes down with ``max_restarts``."""
+
+
+@pytest.mark.nightly
+def test_a_rank_is_killed() -> None:
+    check(OF_TORCHRUN)
+
+
+@pytest.mark.skipif(not CAN_HAVE_HOSTS, reason="network namespaces need root, ip and unshare")
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(WITH_RESTARTS, marks=pytest.mark.slow),
+        *(pytest.param(s, marks=pytest.mark.nightly) for s in OF_TWO_HOSTS),
+    ],
+)
+def test_faults_of_two_hosts(seed: int) -> None:
+    check(seed)
 
 
 SOME = (1005, 1008, 1020, 1027)

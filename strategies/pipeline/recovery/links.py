@@ -5,7 +5,7 @@ stage of the driver ──▶ LoggedSender ──▶ sender of the present sessi
                            Log
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,13 +23,14 @@ class LoggedTransport(AroundTransport):
     Args:
         log: The driver's log.
         transport: The transport of the first session.
+        stages: The stages on workers in words.
     """
 
     is_ordered = False
 
-    def __init__(self, log: Log, transport: Transport) -> None:
+    def __init__(self, log: Log, transport: Transport, stages: Sequence[str]) -> None:
         super().__init__(transport)
-        self._log = log
+        self._log, self._stages = log, stages
         self._channels: list[LoggedSender | LoggedReceiver] = []
 
     def connect(self, transport: Transport) -> None:
@@ -45,7 +46,7 @@ class LoggedTransport(AroundTransport):
         return sender
 
     def receiver(self, peer: int, tag: int) -> "LoggedReceiver":
-        receiver = LoggedReceiver(self._log, peer, tag)
+        receiver = LoggedReceiver(self._log, peer, tag, self._stages[peer])
         receiver.open(self._transport)
         self._channels.append(receiver)
         return receiver
@@ -115,10 +116,11 @@ class LoggedReceiver:
         log: The driver's log.
         peer: The rank of the worker.
         tag: The sender's tag.
+        stage: The stage of the worker in words.
     """
 
-    def __init__(self, log: Log, peer: int, tag: int) -> None:
-        self._log, self.peer, self._tag = log, peer, tag
+    def __init__(self, log: Log, peer: int, tag: int, stage: str) -> None:
+        self._log, self.peer, self._tag, self.stage = log, peer, tag, stage
         self.inner: InChannel
 
     def open(self, transport: Transport) -> None:
@@ -158,4 +160,4 @@ class _Received:
     def run_again(self) -> None:
         value = self.receiver.inner.receive(self.number, self.microbatch)
         if fingerprint(value) != self.fingerprint:
-            raise NotRepeated(self.receiver.peer, self.number, self.microbatch)
+            raise NotRepeated(self.receiver.peer, self.receiver.stage, self.number, self.microbatch)

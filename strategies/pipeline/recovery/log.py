@@ -31,13 +31,14 @@ class NotRepeated(RuntimeError):
 
     Args:
         stage: The number of the stage.
+        description: The stage in words, with its layers.
         number: The pass.
         microbatch: The micro-batch.
     """
 
-    def __init__(self, stage: int, number: int, microbatch: int) -> None:
+    def __init__(self, stage: int, description: str, number: int, microbatch: int) -> None:
         super().__init__(
-            f"stage {stage} was run again after a worker was lost, and computed different values for micro-batch "
+            f"{description} was run again after a worker was lost, and computed different values for micro-batch "
             f"{microbatch} of pass {number} than before. {WHY_DIFFERENT} The run cannot go on from there: start again "
             "from the last checkpoint."
         )

@@ -64,7 +64,7 @@ class Recoverer:
     ) -> None:
         self._settings, self._remotes, self._restart = settings, remotes, restart
         self._log = Log(failures)
-        self.transport = LoggedTransport(self._log, transport)
+        self.transport = LoggedTransport(self._log, transport, [remote.description for remote in remotes])
         """The transport of the driver's stage, which stays the same in all sessions."""
         self._snapshots = Snapshots(slots)
         self._answers: list[Answer[int]] = []

@@ -3,6 +3,7 @@
     cases.py      seed ──▶ Case: the shape of a run, and one or two faults (kind, phase, process); pure
     traps.py      layers, an optimizer and hooks of the model in which a fault strikes, in whichever process
     subject.py    the run: until the fault has ended it or it is over, then again from its last checkpoint
+    launched.py   the run of ranks that torchrun starts, or tasks on two hosts
     oracle.py     what must come of a case, and everything in which an outcome differs from that; pure
     campaign.py   runs cases in the test harness, which finds what they leave behind
     report.py     the outcomes as Markdown; pure

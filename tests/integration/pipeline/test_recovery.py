@@ -508,7 +508,8 @@ def limits() -> None:
     module(x)
     kill_worker(pipeline)
     message = (
-        r"(?s)signal 9.*No new workers could take over: stage 0 was run again .* different values for micro-batch 0"
+        r"(?s)signal 9.*No new workers could take over: stage 0 \(layers 0 to 0: Counts\) was run again .* "
+        "different values for micro-batch 0"
     )
     with pytest.raises(WorkerLost, match=message):
         module(x)

@@ -10,6 +10,8 @@ from strategies.pipeline.control.client import Failures
 from strategies.pipeline.recovery.links import LoggedTransport
 from strategies.pipeline.recovery.log import Log
 
+STAGES = ["stage 0", "stage 1 (layers 2 to 3: Linear, Noise)"]
+
 
 class Ends:
     """Both ends of the channels of one session: notes what is sent, and has what is received."""
@@ -62,7 +64,7 @@ class Repairing:
         self.failures = Failures()
         self.failures.repair = Future()
         self.log = Log(self.failures)
-        self.transport = LoggedTransport(self.log, first)
+        self.transport = LoggedTransport(self.log, first, STAGES)
         self.second, self.error = second, ""
         self.log.mark(0)
         self.failures.first.add_done_callback(self._repair)
@@ -110,14 +112,14 @@ def test_another_value_than_before_is_an_error() -> None:
     first.is_broken = True
     receiver.receive(5, 3)
     assert repairing.error.startswith(
-        "stage 1 was run again after a worker was lost, and computed different values for"
+        f"{STAGES[1]} was run again after a worker was lost, and computed different values for"
     )
     assert "micro-batch 2 of pass 5" in repairing.error
 
 
 def test_the_rest_goes_to_the_present_connections() -> None:
     first, second = Ends([]), Ends([])
-    transport = LoggedTransport(Log(Failures()), first)
+    transport = LoggedTransport(Log(Failures()), first, STAGES)
     transport.fail()
     transport.connect(second)
     transport.abort()

@@ -39,9 +39,11 @@ def test_equal_steps_have_no_difference() -> None:
 
 
 def test_the_first_stage_that_sends_a_different_value_is_named_alone() -> None:
-    found = first_differences(compared(step(2, 3), step(9, 8), ["a.weight"], ["b.weight"]), [NotRepeated(1, 7, 1)])
+    found = first_differences(
+        compared(step(2, 3), step(9, 8), ["a.weight"], ["b.weight"]), [NotRepeated(1, "stage 1", 7, 1)]
+    )
     assert found == ["stage 0 sent stage 1 a different value for micro-batch 1 of pass 7"]
-    found = first_differences(compared(step(2, 3), step(2, 8)), [NotRepeated(1, 7, 1)])
+    found = first_differences(compared(step(2, 3), step(2, 8)), [NotRepeated(1, "stage 1", 7, 1)])
     assert found == ["stage 1 sent the driver a different value for micro-batch 1 of pass 7"]
 
 
@@ -54,7 +56,7 @@ def test_a_stage_that_only_ends_in_a_different_state_is_named_with_the_tensors()
 def test_a_value_that_changes_on_its_way_is_named_with_both_ends() -> None:
     before, after = step(2, 3), step(2, 8)
     after[1][0] = replace(after[1][0], fingerprint=(99,))
-    found = first_differences(compared(before, after), [NotRepeated(1, 7, 1)])
+    found = first_differences(compared(before, after), [NotRepeated(1, "stage 1", 7, 1)])
     assert found == ["a value for micro-batch 1 of pass 7 arrived differently at stage 1, which stage 0 had sent"]
 
     after = step(2, 3)
@@ -62,7 +64,7 @@ def test_a_value_that_changes_on_its_way_is_named_with_both_ends() -> None:
     (found_one,) = first_differences(compared(before, after), [])
     assert found_one.endswith("arrived differently at stage 0, which the driver had sent")
 
-    (found_one,) = first_differences(compared(before, step(2, 3)), [NotRepeated(1, 7, 1)])
+    (found_one,) = first_differences(compared(before, step(2, 3)), [NotRepeated(1, "stage 1", 7, 1)])
     assert found_one.endswith("arrived differently at the driver, which stage 1 had sent")
 
 
@@ -75,7 +77,7 @@ def exchanging(first: int, all_of_them: int, sent: int) -> list[list[Message]]:
 
 
 def test_a_wrong_value_of_another_pipeline_is_no_fault_of_this_one() -> None:
-    found = first_differences(compared(exchanging(5, 6, 2), exchanging(5, 8, 9)), [NotRepeated(1, 7, 1)])
+    found = first_differences(compared(exchanging(5, 6, 2), exchanging(5, 8, 9)), [NotRepeated(1, "stage 1", 7, 1)])
     assert found == [
         "stage 0 got a different value from the same stage of another pipeline, whose driver names the cause"
     ]
