@@ -226,8 +226,8 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         async_save: If ``True``, training continues while a checkpoint is written from a copy in host memory. Default:
             ``False``.
         recovery: How lost workers are replaced and which steps are computed a second time, such as
-            :class:`Recovery(max_restarts=3) <strategies.pipeline.recovery.repairs.Recovery>`. Under
-            Linux; see ``docs/lost_workers.md``. Default: ``None``, the first error ends the run.
+            :class:`Recovery(max_restarts=3) <strategies.pipeline.recovery.repairs.Recovery>`. It needs Linux; see
+            ``docs/lost_workers.md``. Default: ``None``, the first error ends the run.
         rebalance: ``"auto"`` allows layers to move to other stages at the end of each training epoch. They move if
             recorded steps predict that this saves a tenth of the time of the passes, for example after the process of a
             stage has become slow. A :class:`~strategies.lightning.options.Rebalance` sets the interval and the share of

@@ -134,11 +134,11 @@ class Failures:
         with self._lock:
             if self._successor is not None:
                 return False
-            is_repaired = bool(self._found) and self.repair is not None and not self.repair.done()
-            if is_repaired:
-                self._found.insert(0, (error, False))  # not the loss under repair
+            is_under_repair = bool(self._found) and self.repair is not None and not self.repair.done()
+            if is_under_repair:
+                self._found.insert(0, (error, False))  # the user's code ends with this error, not with the loss
                 self._raised = True
-        if not is_repaired:
+        if not is_under_repair:
             self.add(error, consequence=is_consequence(error))
         return self._successor is None
 

@@ -25,7 +25,7 @@ from strategies.pipeline.transport.slots import NUM_SLOTS, SlotAddress
 MOST_LOGGED_BYTES = 2**28
 """If the log exceeds this size, a snapshot is taken before it is due."""
 
-_KEPT = "an output of the model that was computed with gradients is kept somewhere, and no backward pass has used it"
+_KEPT = "output of the model that was computed with gradients is kept somewhere, and no backward pass has used it"
 _WAY_OUT = "Detach the output, drop it at the end of the step, or compute it under torch.no_grad()."
 
 Restart = Callable[[Failures, Sequence[InSlot], int], Transport]
@@ -178,7 +178,9 @@ class Recoverer:
         if unfinished and ((is_large and not self._has_warned) or (is_regular and self._has_others)):
             gc.collect()  # the output of the pass may only belong to a cycle of objects
         if unfinished and is_verification and self._has_others:
-            raise RuntimeError(f"{_KEPT}, so this replica cannot verify the step that all replicas verify. {_WAY_OUT}")
+            raise RuntimeError(
+                f"an {_KEPT}, so this replica cannot verify the step that all replicas verify. {_WAY_OUT}"
+            )
         if unfinished and (is_large or (is_regular and self._has_others)):
             self._warn_of_kept_output()
         return self._any(bool(unfinished), is_large)
@@ -187,7 +189,7 @@ class Recoverer:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"{_KEPT}. As long as it is kept, no snapshot of the workers can be taken, so the log of what is "
+                f"An {_KEPT}. As long as it is kept, no snapshot of the workers can be taken, so the log of what is "
                 f"repeated after a loss grows (it has {self._log.size_bytes / 2**20:.0f} MiB now), and no step is "
                 f"verified. Replicas can be repaired only if all of them take snapshots of the same step. {_WAY_OUT}",
                 stacklevel=2,
