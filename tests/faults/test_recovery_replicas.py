@@ -46,6 +46,14 @@ def test_workers_of_several_pipelines_are_killed(name: str) -> None:
             assert differing == [] and bool(repairs) == bool(kills[0].keys() | kills[1].keys())
 
 
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", recovery_replicas_job.EVALUATIONS)
+def test_validate_test_and_predict(name: str) -> None:
+    for differing, numbers in run(launch, name, timeout_seconds=290):
+        assert differing == [] and all(1 <= number <= 4 for number in numbers)
+
+
 def launch_by_torchrun(name: str) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]

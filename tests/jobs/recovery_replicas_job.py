@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from repair_job import MAX_RESTARTS, Kills, Net, differences, fit
+from repair_job import MAX_RESTARTS, Kills, Net, differences, evaluate, fit
 from torch import Tensor, nn
 
 from strategies import Recovery
@@ -294,6 +294,13 @@ ENDS: dict[str, tuple[type[Net], dict[str, Any]]] = {
 """Fits that end by an error."""
 
 
+EVALUATIONS: dict[str, dict[str, Any]] = {
+    "evaluations": {"net": Net, "data_parallel_size": 2},
+    "evaluations, parts": {"net": Divided, "tensor_parallel_size": 2},
+}
+"""``validate``, ``test`` and ``predict``, in each of which each pipeline loses its worker twice."""
+
+
 def main(folder: Path, name: str) -> None:
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank for each stage; those that divide a stage follow each other
@@ -304,6 +311,12 @@ def main(folder: Path, name: str) -> None:
     if name in ENDS:
         net, settings = ENDS[name]
         fit({}, 1, net=net, stages=STAGES, accumulate_grad_batches=1, **settings)
+    if name in EVALUATIONS:
+        settings = {**EVALUATIONS[name], "balance": [5, 7], "pipelines": 2, "max_restarts": 4}
+        found = evaluate(is_disturbed=True, **settings)
+        differing = differences(found, evaluate(is_disturbed=False, **settings))
+        (folder / str(rank)).write_bytes(pickle.dumps((differing, found["repairs"])))
+        return
     options, cases = {**CASES, **LAUNCHED}[name]
     if issubclass(options.get("net", Net), Evaluating):
         recovery.MOST_LOGGED_BYTES = LIMIT_BYTES

@@ -547,13 +547,14 @@ def resumed(kills: Kills, **options: Any) -> tuple[list[str], list[str]]:
 
 
 class StrikesInEvaluation(Callback):
-    """Kills one worker in the second batch, and another worker before the third batch."""
+    """Kills the first worker in the second batch, and the last worker before the third batch."""
 
     def _strike(self, trainer: Any, batch_idx: int) -> None:
         if batch_idx == 1:
             Path("kill-validation-0").touch()
         elif batch_idx == 2:
-            trainer.strategy.pipeline.workers.kill(1)
+            pipeline = trainer.strategy.pipeline
+            pipeline.workers.kill(len(pipeline.remotes) - 1)
 
     def on_validation_batch_start(self, trainer: Any, model: Any, batch: Any, batch_idx: int, *_: Any) -> None:
         self._strike(trainer, batch_idx)
@@ -561,14 +562,22 @@ class StrikesInEvaluation(Callback):
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
 
-def evaluate(*, is_disturbed: bool, schedule: str = "gpipe") -> dict[str, Any]:
+def evaluate(
+    *,
+    is_disturbed: bool,
+    net: type[Net] = Net,
+    balance: Sequence[int] = (2, 4, 6),
+    pipelines: int = 1,
+    max_restarts: int = 2,
+    **options: Any,
+) -> dict[str, Any]:
     """What ``validate``, ``test`` and ``predict`` come to."""
     pl.seed_everything(1, verbose=False)
-    model, recorder = Net(), Recorder()
-    repairs = {"recovery": Recovery(2)} if is_disturbed else {}
-    strategy = Strategy([2, 4, 6], microbatches=2, schedule=schedule, **repairs)
+    model, recorder = net(), Recorder()
+    repairs = {"recovery": Recovery(max_restarts)} if is_disturbed else {}
+    strategy = Strategy([*balance], microbatches=2, **repairs, **options)
     trainer = Trainer(
-        **placed(strategy, STAGES),
+        **placed(strategy, len(balance) * pipelines),
         strategy=strategy,
         callbacks=[recorder, *([StrikesInEvaluation()] if is_disturbed else [])],
         logger=False,
