@@ -369,6 +369,8 @@ def _draw_fault(draws: Draws, which: str, shape: Shape, kind: str, phase: str) -
 def _is_possible(shape: Shape, fault: Fault) -> bool:
     if fault.role != DRIVER and (shape.strategy != "pipeline" or shape.stages == 1):
         return False
+    if fault.kind == "stop" and shape.launcher == TWO_HOSTS:
+        return False  # nothing on the other host ends the process, but the launcher
     if fault.phase == RECOVERY and (fault.role != WORKER or shape.replicas > 1):
         return False
     if fault.role == SERVER and (shape.replicas > 1 or fault.phase == ANY_MOMENT):
