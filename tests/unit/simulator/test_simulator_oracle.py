@@ -13,12 +13,17 @@ from tests.faults.simulator.cases import (
     ANY_MOMENT,
     DRIVER,
     KINDS,
+    LAUNCHERS,
+    LINK_DOWN,
+    LINK_SLOW,
     NUM_BATCHES,
+    OF_LAUNCHED,
     OPTIONS,
     PHASES,
     RANKS,
     RECOVERY,
     SERVER,
+    TWO_HOSTS,
     WORKER,
     Case,
     Fault,
@@ -40,7 +45,11 @@ def test_a_seed_is_a_case() -> None:
 
 
 def test_everything_in_the_tables_is_drawn() -> None:
-    faults = [fault for case in DRAWN for fault in case.faults]
+    launched = [case for case in DRAWN if case.shape.launcher]
+    assert {case.shape.launcher for case in launched} == {*LAUNCHERS} - {""}
+    of_launched = [fault for case in launched for fault in case.faults]
+    assert {fault.kind for fault in of_launched} == set(OF_LAUNCHED)
+    faults = [fault for case in DRAWN for fault in case.faults if not case.shape.launcher]
     assert {fault.kind for fault in faults} == set(KINDS)
     assert {fault.phase for fault in faults} == {*PHASES, ANY_MOMENT, RECOVERY, "after"}
     for kind, known in KINDS.items():
@@ -279,6 +288,19 @@ def test_a_full_disk_may_fail_a_snapshot(option: str, takes: bool) -> None:
     shape = replace(SHAPE, options=((option, 2),))
     allowed = endings(Case(0, shape, (replace(KILLED, kind="disk full", phase="checkpoint"),)))
     assert any("a snapshot of" in ending.pattern for ending in allowed) == takes
+
+
+def test_a_link_that_is_down_ends_a_run_and_a_slow_one_does_not() -> None:
+    shape = replace(SHAPE, launcher=TWO_HOSTS, options=(("max_restarts", 3),))
+    (down,) = endings(Case(0, shape, (replace(KILLED, kind=LINK_DOWN),)))
+    assert down.kinds == ("RuntimeError",) and "has heard nothing" in down.pattern
+    assert endings(Case(0, shape, (replace(KILLED, kind=LINK_SLOW),))) == [GOES_ON]
+
+
+def test_ranks_that_have_not_ended_are_wrong() -> None:
+    outcome = went_on()
+    outcome.left = ["process 1 of the launcher did not end"]
+    assert judge(Case(0, SHAPE, (KILLED,)), outcome, went_on())[0] == outcome.left[0]
 
 
 def test_a_damaged_checkpoint() -> None:
