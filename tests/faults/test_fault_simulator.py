@@ -39,7 +39,7 @@ def test_a_fault(kind: str) -> None:
 
 OF_TORCHRUN = 2
 """A worker is killed and replaced."""
-OF_TWO_HOSTS = (6, 364)
+OF_TWO_HOSTS = (402, 593)
 """The link between the hosts goes down without ``max_restarts``, or drops packets for a time."""
 WITH_RESTARTS = 267
 """The link goes down with ``max_restarts``."""

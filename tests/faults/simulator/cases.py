@@ -49,7 +49,7 @@ RANKS: dict[str, dict[str, tuple[Any, ...]]] = {
 """Arguments of the strategies that have ranks in place of stages."""
 
 TORCHRUN, TWO_HOSTS = "torchrun", "two hosts"
-LAUNCHERS = {"": 18, TORCHRUN: 1, TWO_HOSTS: 1}
+LAUNCHERS = {"": 36, TORCHRUN: 1, TWO_HOSTS: 1}
 """Who starts the ranks of a single pipeline, with weights: nobody, torchrun, or tasks of SLURM on two hosts, which are
 network namespaces of this machine with a router between them."""
 
