@@ -48,6 +48,12 @@ _EXIT_SECONDS = 5
 
 _JOIN_SECONDS = 2.0
 
+_CONNECT_SECONDS = 10.0
+"""How long a process waits for its connections before it begins to train. After that, it trains without them."""
+
+_LOST = b"-"
+"""What a process sends to a host that it has lost, whose packets may still arrive: it is about to end."""
+
 _SKEW_SECONDS = 3.0
 """How long processes may take to detect the same loss: the kernels probe once per second."""
 
@@ -89,10 +95,18 @@ class HostLinks:
         self._over, self._token = threading.Event(), secrets.token_hex(_TOKEN_BYTES // 2)
         self._hosts: dict[str, tuple[str, list[int]]] = {}
         """Name and ranks of each host, by its address."""
-        self.is_connected = False
-        """Whether this process has connected to the other hosts."""
+        self._connected = threading.Event()
         self._thread = threading.Thread(target=self._work, name="relay-host-links", daemon=True)
         self._thread.start()
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether this process has connected to the other hosts."""
+        return self._connected.is_set()
+
+    def wait_until_connected(self) -> None:
+        """Wait until the other hosts are watched, at most some seconds: a rank may take longer to start."""
+        self._connected.wait(_CONNECT_SECONDS)
 
     @classmethod
     def wait_for_lost(cls) -> str | None:
@@ -151,7 +165,7 @@ class HostLinks:
     def _watch(self, listener: socket.socket | None, links: list[socket.socket], stack: ExitStack) -> str | None:
         """Return the address of the first host that is lost; ``None`` at the end of the run."""
         hosts = {link: link.getpeername()[0] for link in links}
-        self.is_connected = True
+        self._connected.set()
         HostLinks.are_watched = len(self._hosts) > 1 and not self._over.is_set()
         while not self._over.is_set() and (listener is not None or hosts):
             watched = [*hosts, *([] if listener is None else [listener])]
@@ -162,9 +176,14 @@ class HostLinks:
                         hosts[stack.enter_context(link)] = link.getpeername()[0]
                     continue
                 try:
-                    ready.recv(1)
+                    if ready.recv(1) == _LOST:
+                        return hosts[ready]
                 except OSError as error:
                     if error.errno in _SILENT:
+                        for link, address in hosts.items():
+                            if address == hosts[ready]:
+                                with suppress(OSError):
+                                    link.send(_LOST)
                         return hosts[ready]
                 del hosts[ready]  # the other process has ended, or has left the run
         return None

@@ -212,6 +212,8 @@ class Ranks:
             self.slots.append([(path, inode) for path, inode in slots])
         self._joined = True
         join_rpc(session, len(world.workers), self._check)
+        if self._links is not None:
+            self._links.wait_until_connected()
         return session
 
     @property

@@ -58,6 +58,8 @@ def main(world: World, number: int, supervisor: int = 0, slots: str = "") -> Non
     call, session = _next_session(world, store, number)
     leave = partial(_leave, world, store, number, supervisor)
     links = world.links(number, session.timeout_seconds)
+    if links is not None:
+        links.wait_until_connected()
     try:
         held = json.loads(slots) if supervisor else memory_files(f"relay-snapshot-{world.rank}")
         _serve(world, store, call, session, leave, supervisor, held)

@@ -121,6 +121,21 @@ def test_a_silent_host_ends_every_wait(number: int, monkeypatch: pytest.MonkeyPa
     waiting.close()
 
 
+@pytest.mark.usefixtures("own_addresses")
+def test_a_host_that_has_lost_this_one_says_so() -> None:
+    """Packets may be lost in one direction only. The other process ends, which is not how a rank leaves a run."""
+    store = dist.HashStore()
+    links = links_over(store, HOSTS[1:])
+    wait_until(lambda: all(each.is_connected for each in links))
+    port, token = store.get("run/port/0").decode().split()
+    with socket.create_connection((HOSTS[1], int(port)), source_address=(HOSTS[2], 0)) as other:
+        other.sendall(token.encode() + host_links._LOST)
+        wait_until(lambda: HostLinks.lost is not None)
+    assert HostLinks.lost is not None and "rank 0 on" in HostLinks.lost
+    for each in links:
+        each.end()
+
+
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="Linux only")
 @pytest.mark.parametrize(("seconds", "interval", "silent_ms"), [(60.0, 1, 59_000), (300.0, 3, 297_000), (1.0, 1, 500)])
 def test_what_the_kernel_probes(seconds: float, interval: int, silent_ms: int) -> None:
