@@ -1,10 +1,10 @@
 """The pipeline engine, in plain PyTorch: what starts a pipeline, leads batches through its stages, and ends it.
 
 ``driver`` is the pipeline as the strategy sees it. The packages are its rooms: ``executor`` and ``worker`` run the
-stages on the driver and on workers, ``pipe`` is the class ``Pipe``, ``partition`` divides layers, ``state`` and
-``optim`` hold what a stage has, ``control`` and ``transport`` connect the processes, and ``stage``, ``schedule`` and
-``construction`` know one process only. In: layers, batches, optimizers. Out: outputs and gradients of one process. May
-import ``strategies.launch`` and what is below it, and never Lightning.
+stages on the driver and on workers, ``recovery`` replaces lost workers, ``pipe`` is the class ``Pipe``, ``partition``
+divides layers, ``state`` and ``optim`` hold what a stage has, ``control`` and ``transport`` connect the processes, and
+``stage``, ``schedule`` and ``construction`` know one process only. In: layers, batches, optimizers. Out: outputs and
+gradients of one process. May import ``strategies.launch`` and what is below it, and never Lightning.
 
 The names below are imported on first use (PEP 562), so that a worker imports only the rooms that it runs.
 """

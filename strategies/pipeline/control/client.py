@@ -31,7 +31,7 @@ from strategies.pipeline.transport.channel import Sender, unrecorded
 P = ParamSpec("P")
 R = TypeVar("R")
 StageCommand = Callable[Concatenate[StageCommands, P], R]
-"""A method of :class:`StageCommands`, such as ``StageCommands.backward``."""
+"""A method of :class:`StageCommands`, such as ``StageCommands.run``."""
 
 _DECLARATIONS = declarations_of(StageCommands)
 
