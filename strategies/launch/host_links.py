@@ -49,10 +49,10 @@ _EXIT_SECONDS = 5
 _JOIN_SECONDS = 2.0
 
 _CONNECT_SECONDS = 10.0
-"""How long a process waits for its connections before it begins to train. After that, it trains without them."""
+"""How long a process waits for its connections before its session begins. After that, it begins without them."""
 
 _LOST = b"-"
-"""What a process sends to a host that it has lost, whose packets may still arrive: it is about to end."""
+"""What a process sends to a host that it has lost: its packets may still arrive there, although none come back."""
 
 _SKEW_SECONDS = 3.0
 """How long processes may take to detect the same loss: the kernels probe once per second."""
@@ -105,7 +105,7 @@ class HostLinks:
         return self._connected.is_set()
 
     def wait_until_connected(self) -> None:
-        """Wait until the other hosts are watched, at most some seconds: a rank may take longer to start."""
+        """Wait until this process watches the other hosts, but at most 10 s: another rank may take longer to start."""
         self._connected.wait(_CONNECT_SECONDS)
 
     @classmethod

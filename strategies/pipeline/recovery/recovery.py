@@ -124,12 +124,12 @@ class Recoverer:
             RuntimeError: See :meth:`_waits_and_is_large`.
         """
         every = 1 if is_due else self._settings.snapshot_every_n_steps
-        repairs, is_next_verified = self._settings.max_restarts > 0, self._is_next_verified(num_steps)
+        repairs = self._settings.max_restarts > 0
         if self._verified_from is not None:
             is_regular = is_verification = num_steps > self._steps_at_snapshot
         else:
-            is_verification = is_next_verified
-            is_regular = is_next_verified or (repairs and num_steps // every > self._steps_at_snapshot // every)
+            is_verification = self._is_next_verified(num_steps)
+            is_regular = is_verification or (repairs and num_steps // every > self._steps_at_snapshot // every)
         waits, is_large = self._waits_and_is_large(unfinished, is_regular=is_regular, is_verification=is_verification)
         if waits:
             return

@@ -207,8 +207,8 @@ OF_LAUNCHED: dict[str, Kind] = {
     LINK_DOWN: Kind((DRIVER, WORKER), PASSES, 3),
     LINK_SLOW: Kind((DRIVER, WORKER), PHASES, 3),
 }
-"""The faults of runs that a launcher starts. ``link down`` drops all packets to the other host from then on, ``link
-slow`` for a time, after which they are sent again."""
+"""The faults of runs that a launcher starts. With ``link down``, the router drops the packets to the second host from
+then on; with ``link slow`` for a time, after which they are sent again."""
 
 IN_RECOVERY = ("kill", "stop", "exception", "hang", "slow")
 """Kinds whose second fault can also strike a worker that starts again after the first."""

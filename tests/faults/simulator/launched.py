@@ -81,7 +81,7 @@ def main() -> None:
     from tests.faults.simulator.subject import train
 
     folder, rank = Path(sys.argv[1]), os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
-    if rank != "0":  # the driver
+    if rank != "0":  # rank 0 is the driver
         os.environ[STAGE_OF_RANK] = str(int(rank) - 1)
     shape, arguments = pickle.loads((folder / "arguments").read_bytes())
     results = train(shape, folder, "saved", **arguments)  # of the driver; workers end in it

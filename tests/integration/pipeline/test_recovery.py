@@ -18,6 +18,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -452,14 +453,14 @@ def interrupted_repair() -> None:
 
     def interrupting(self: recovery.Recoverer, *args: Any) -> int:
         os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.3)  # the main thread leaves the pass
+        time.sleep(0.3)  # meanwhile, the main thread leaves the pass
         return replace(self, *args)
 
-    recovery.Recoverer._replace = interrupting  # type: ignore[method-assign]
     for schedule in ("gpipe", "1f1b"):
         training = Training(schedule, Recovery(1))
         expected = copy.deepcopy(dict(training.model.named_parameters()))
-        training.pipeline.start()
+        with patch.object(recovery.Recoverer, "_replace", interrupting):
+            training.pipeline.start()
         Path("kill-forward-0").touch()
         with pytest.raises(KeyboardInterrupt):
             training.step(0)
