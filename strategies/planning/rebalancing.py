@@ -136,7 +136,7 @@ class Decisions:
         found = assess(
             self._steps.steps,
             pipeline.kinds_of_layers(),
-            pipeline.programs.rows,
+            pipeline.programs.actions,
             pipeline.balance,
         )
         return found if found.gain >= self._least_gain else None

@@ -24,12 +24,16 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
-from strategies.pipeline.schedule.operations import (
-    Computation,
-    Post,
-    edge_from,
-    edge_to,
-)
+from strategies.pipeline.schedule.operations import Computation, Edge, Post, UserCode, edge_to
+
+
+def edge_from(computation: Computation) -> Edge | None:
+    """Return the edge over which the result of a computation is sent."""
+    if computation[0] in "aW":
+        return None
+    if isinstance(computation, UserCode):
+        return "F", computation.stage
+    return ("F", computation.stage + 1) if computation.kind == "F" else ("B", computation.stage)
 
 
 class Collective(NamedTuple):

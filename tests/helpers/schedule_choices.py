@@ -1,8 +1,11 @@
-"""The ways to choose a schedule by name."""
+"""The ways to choose a schedule by name, and the computations of a row."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from strategies import Schedule
+from strategies.pipeline.schedule.operations import Computation, Operation, UserCode
+from strategies.pipeline.schedule.tables import Action
 
 CHOICES: dict[str, dict[str, Any]] = {
     "gpipe": {"schedule": "gpipe"},
@@ -22,3 +25,8 @@ SEVERAL_CHUNKS_OR_SPLIT = {
     if name not in ("gpipe", "1f1b")
 }
 """Those with several chunks of layers per stage, or backward passes in two parts, for the strategy."""
+
+
+def computations_of(row: Sequence[Operation]) -> list[Computation]:
+    """Return the operations of a row that compute, without sends, receives and other exchanges."""
+    return [operation for operation in row if isinstance(operation, Action | UserCode)]

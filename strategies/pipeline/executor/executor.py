@@ -11,11 +11,10 @@ errors. :class:`~strategies.pipeline.executor.per_microbatch.PerMicrobatch` has 
 Index letters: ``m`` micro-batch, ``i`` stage.
 """
 
-import pickle
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -31,7 +30,7 @@ from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.optim.replicas import Averaging
 from strategies.pipeline.schedule.operations import Result, Row, UserCode
-from strategies.pipeline.schedule.program import Program, Programs
+from strategies.pipeline.schedule.program import ProgramPart, Programs
 from strategies.pipeline.stage.edges import Edges, Mailbox, tensors_of
 from strategies.pipeline.stage.layers import PassContext
 from strategies.pipeline.stage.microbatch.split import NoChunk, merge, pack_objects, split, unpack_objects
@@ -120,8 +119,6 @@ class Executor(NotCopyable):
             for layers, (first, stop) in zip(lists_of(parts.module), pairwise(ends), strict=True)
         ]
         """The driver's connections to each list of layers."""
-        self._programs: dict[tuple[str, int, int], tuple[Program, list[bytes]]] = {}
-        """The programs that have run, with the pickled rows of the workers; see :meth:`Programs.of` for the keys."""
         self.mirrors = [
             Mirror(layers, remote.description) for layers, remote in zip(parts.stages, parts.remotes, strict=False)
         ]
@@ -172,7 +169,7 @@ class Executor(NotCopyable):
             at_once=not self.settings.pipelined_backward,
             seed=self._parts.next_seed(grad),
             context=context or PassContext.capture(self.stage.device.type),
-            splits=grad and self.programs.training[microbatches].splits,
+            splits=grad and self.programs.of("training", microbatches).splits,
             gathers=gathers,
             shares=self._ties_have_changed(),
             list_number=list_number,
@@ -189,7 +186,7 @@ class Executor(NotCopyable):
         self.unfinished.discard(number)
         self._num_backward += 1
 
-    def run(self, part: str, this: Pass, code: DriverCode) -> None:
+    def run(self, part: ProgramPart, this: Pass, code: DriverCode) -> None:
         """Run a part of a pass on all stages at the same time.
 
         Args:
@@ -197,15 +194,11 @@ class Executor(NotCopyable):
             this: The pass.
             code: The code that this process runs between its actions.
         """
-        self.current, key = this.number, (part, this.microbatches, this.list_number)
-        if key not in self._programs:
-            found = self.programs.of(*key)
-            self._programs[key] = found, [pickle.dumps(row) for row in found.operations[:-1]]
-        program, rows = self._programs[key]
-        this = replace(this, limit=program.limit)
-        for remote, row in zip(self.remotes, rows, strict=True):
+        self.current = this.number
+        program = self.programs.of(part, this.microbatches, this.list_number)
+        for remote, row in zip(self.remotes, program.of_workers, strict=True):
             remote.send(StageCommands.run, this, row)
-        self.stage.run(program.operations[-1], this, code)
+        self.stage.run(program.rows[-1], this, code)
 
     @contextmanager
     def in_backward(self, this: Pass, m: int) -> Iterator[None]:

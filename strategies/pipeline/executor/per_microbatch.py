@@ -186,7 +186,6 @@ class _TrainingStep:
     def run(self, operation: UserCode | Result) -> None:
         if isinstance(operation, Result):
             self.losses.append(self._loss(operation.microbatch))
-            self._executor.edges.release(self._this.limit)
         elif operation.part == "b":
             self._call(operation.microbatch, self._list_of[operation.stage])
         else:

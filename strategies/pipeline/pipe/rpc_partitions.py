@@ -35,7 +35,7 @@ from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.pipe.followed import FollowedOptimizers
 from strategies.pipeline.pipe.local_engine import ForwardPass, check_output
 from strategies.pipeline.pipe.with_device import Partition
-from strategies.pipeline.schedule.program import Programs, fill_drain_table
+from strategies.pipeline.schedule.program import ProgramPart, Programs, fill_drain_table
 from strategies.pipeline.schedule.tables import Placement
 from strategies.pipeline.stage.calling import call_partition
 from strategies.pipeline.stage.edges import Edges
@@ -166,7 +166,7 @@ class _Executor(Executor):
         )
         return replace(this, seed=self.this.seed, checkpoint=self.this.checkpoint if grad else "never")
 
-    def run(self, part: str, this: Pass, code: DriverCode) -> None:
+    def run(self, part: ProgramPart, this: Pass, code: DriverCode) -> None:
         super().run(part, this, code)
         if part == "backward":
             self.wait()  # user code may read and change gradients immediately

@@ -46,6 +46,8 @@ class Post(NamedTuple):
         microbatch: The micro-batch.
         edge: The edge.
         peer: The other process.
+        limit: Maximum number of values that this process has sent over the edge and that have not arrived; ``None`` for
+            no limit. Beyond it, this process waits for the oldest value to arrive.
     """
 
     way: Literal["SEND", "RECV"]
@@ -53,6 +55,7 @@ class Post(NamedTuple):
     microbatch: int
     edge: int
     peer: int
+    limit: int | None = None
 
     def __repr__(self) -> str:
         stage = self.edge - ((self.way == "SEND") == (self.kind == "F"))
@@ -107,12 +110,3 @@ def edge_to(computation: Computation) -> Edge | None:
     if isinstance(computation, UserCode):
         return "B", computation.stage
     return ("F", computation.stage) if computation.kind == "F" else ("B", computation.stage + 1)
-
-
-def edge_from(computation: Computation) -> Edge | None:
-    """Return the edge over which the result of a computation is sent."""
-    if computation[0] in "aW":
-        return None
-    if isinstance(computation, UserCode):
-        return "F", computation.stage
-    return ("F", computation.stage + 1) if computation.kind == "F" else ("B", computation.stage)

@@ -6,13 +6,14 @@ placement ``V`` of four stages, the process with the first and the last stage ha
 Index letters: ``m`` micro-batch, ``i`` stage of a table (a chunk of layers), ``r`` rank.
 """
 
+import pickle
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
-from typing import Literal, TypeVar
+from typing import Literal
 
 from strategies.pipeline.schedule.deadlocks import assumed_times, check_complete, running_order, sources_of
 from strategies.pipeline.schedule.operations import (
@@ -29,8 +30,6 @@ from strategies.pipeline.schedule.operations import (
 from strategies.pipeline.schedule.posting import direct_order
 from strategies.pipeline.schedule.tables import Action, ActionTable, Placement
 
-AnyOperation = TypeVar("AnyOperation", bound=Operation)
-
 MIN_UNDER_WAY = 2
 """The number of values in transit on a channel may exceed the number of stages by at least this much."""
 
@@ -40,41 +39,50 @@ class Program:
     """The operations of all processes in a pass, or in a part of a pass.
 
     Attributes:
-        rows: The actions of each rank, in order.
-        driver: The last row, with the user's code before the call of a list of layers (``b``, which sends the input of
-            a micro-batch to the first stage) and its backward pass (``a``, which receives the gradients of the input).
-        limit: Maximum number of values in transit on one channel. A process that has sent more waits for the oldest
-            value to arrive. This bounds memory and, with this limit, causes no deadlock.
-        splits: Whether some backward passes have two parts.
-        operations: The operations of each rank: its actions, sends and receives, the exchange of tied parameters, and
-            in the driver's row the user's code.
+        rows: The operations of each rank: its actions, sends and receives, the exchange of tied parameters, and in the
+            driver's row, which is the last, the user's code: before the call of a list of layers (``b``, which sends
+            the input of a micro-batch to the first stage) and its backward pass (``a``, which receives the gradients of
+            the input).
     """
 
-    rows: list[list[Action]]
-    driver: list[Computation]
-    limit: int
-    splits: bool
-    operations: Sequence[Row]
+    rows: Sequence[Row]
+
+    @property
+    def actions(self) -> list[list[Action]]:
+        """The actions of each rank, in order."""
+        return [[operation for operation in row if isinstance(operation, Action)] for row in self.rows]
+
+    @cached_property
+    def splits(self) -> bool:
+        """Whether some backward passes have two parts."""
+        return any(action.kind == "W" for row in self.actions for action in row)
+
+    @cached_property
+    def of_workers(self) -> list[bytes]:
+        """The pickled row of each worker."""
+        return [pickle.dumps(row) for row in self.rows[:-1]]
+
+    def from_stage(self, first: int) -> "Program":
+        """Return this program with its stages and edges numbered from ``first`` on."""
+
+        def later(operation: Operation) -> Operation:
+            if isinstance(operation, Post):
+                return operation._replace(edge=operation.edge + first)
+            if isinstance(operation, Action | UserCode):
+                return operation._replace(stage=operation.stage + first)
+            return operation
+
+        return Program([[*map(later, row)] for row in self.rows])
 
 
-Order = Callable[[Sequence[Sequence[Computation]], int], Sequence[Row]]
+AddPosts = Callable[[Sequence[Sequence[Computation]], int], Sequence[Row]]
 """Adds sends and receives to the computations of each process, given the number of stages."""
 
-
-class _Computed(dict[int, Program]):
-    """Programs by the number of micro-batches, computed when they are first needed."""
-
-    def __init__(self, compute: Callable[[int], Program]) -> None:
-        super().__init__()
-        self._compute = compute
-
-    def __missing__(self, microbatches: int) -> Program:
-        self[microbatches] = known = self._compute(microbatches)
-        return known
+ProgramPart = Literal["training", "forward", "backward"]
 
 
 class Programs:
-    """The programs of a pipeline, by the number of micro-batches.
+    """The programs of a pipeline.
 
     A program is computed when it is first needed. This raises a ``ValueError`` if the table is incomplete or deadlocks,
     if the order of micro-batches differs between stages, or if the placement of stages differs from ``placement``.
@@ -82,16 +90,13 @@ class Programs:
     Args:
         schedule: Returns the table for a number of micro-batches.
         placement: The row of the table for each stage.
-        order: Adds sends and receives.
+        add_posts: Adds sends and receives.
         at_once: Whether each process receives all gradients before it runs its backward passes, if these follow all
             forward passes.
         num_lists: Number of lists of layers. ``schedule`` and ``placement`` are those of one list.
         lists: Returns the table of all lists, for schedules that interleave their passes.
 
     Attributes:
-        training: Interleaved forward and backward passes; of one list if there is no table of all lists.
-        forward: Forward passes only, of one list.
-        backward: The backward passes of all micro-batches, after all forward passes, of one list.
         placement: The row of the table for each stage of all lists.
         rank_of: The rank of each stage of all lists.
     """
@@ -100,43 +105,49 @@ class Programs:
         self,
         schedule: Callable[[int], ActionTable],
         placement: Placement,
-        order: Order = direct_order,
+        add_posts: AddPosts = direct_order,
         *,
         at_once: bool = False,
         num_lists: int = 1,
         lists: Callable[[int], ActionTable] | None = None,
     ) -> None:
-        self._schedule, self._placement, self._order, self._at_once = schedule, placement, order, at_once
+        self._schedule, self._placement, self._add_posts, self._at_once = schedule, placement, add_posts, at_once
         self._lists = lists
         self.placement = placement.repeated(num_lists)
         self.rank_of = ranks_of(self.placement)
-        self._of_lists: dict[tuple[str, int, int], Program] = {}
-        self.training: Mapping[int, Program] = _Computed(self._training)
-        self.forward: Mapping[int, Program] = _Computed(partial(forward_program, placement, order=order))
-        self.backward: Mapping[int, Program] = _Computed(self._backward)
+        self._known: dict[tuple[ProgramPart, int, int], Program] = {}
 
-    def of(self, part: str, microbatches: int, number: int = 0) -> Program:
-        """Return the program of a pass: of training with interleaved passes, or of one list.
+    def of(self, part: ProgramPart, microbatches: int, number: int = 0) -> Program:
+        """Return the program of a pass.
 
         Args:
-            part: ``"training"``, ``"forward"`` or ``"backward"``.
+            part: ``"training"`` for interleaved forward and backward passes, of one list if there is no table of all
+                lists; ``"forward"`` for forward passes only, of one list; ``"backward"`` for the backward passes of all
+                micro-batches, after all forward passes, of one list.
             microbatches: Number of micro-batches.
             number: Number of the list; 0 for all of them.
         """
         key = part, microbatches, number
-        if key not in self._of_lists:
-            own: Mapping[int, Program] = getattr(self, part)
-            self._of_lists[key] = from_stage(own[microbatches], self.placement.firsts[number])
-        return self._of_lists[key]
+        if key not in self._known:
+            if number:
+                found = self.of(part, microbatches).from_stage(self.placement.firsts[number])
+            elif part == "training":
+                found = self._training(microbatches)
+            elif part == "forward":
+                found = forward_program(self._placement, microbatches, self._add_posts)
+            else:
+                found = self._backward(microbatches)
+            self._known[key] = found
+        return self._known[key]
 
-    def rows(self, microbatches: int) -> list[list[Action]]:
+    def actions(self, microbatches: int) -> list[list[Action]]:
         """Return the actions of each rank in a training step, of all lists."""
         numbers = range(self.placement.num_lists)
         if self._lists is not None or len(numbers) == 1:
-            return self.training[microbatches].rows
-        parts = [*(("forward", number) for number in numbers), *(("backward", number) for number in reversed(numbers))]
-        of_parts = [self.of(part, microbatches, number).rows for part, number in parts]
-        return [[*chain(*rows)] for rows in zip(*of_parts, strict=True)]
+            return self.of("training", microbatches).actions
+        forward = [self.of("forward", microbatches, number).actions for number in numbers]
+        backward = [self.of("backward", microbatches, number).actions for number in reversed(numbers)]
+        return [[*chain(*rows)] for rows in zip(*forward, *backward, strict=True)]
 
     def _training(self, microbatches: int) -> Program:
         placement = self._placement if self._lists is None else self.placement
@@ -147,41 +158,22 @@ class Programs:
                 f"the table for {microbatches} micro-batches has stages 0, 1, ... on processes {other}, but the layers "
                 f"were divided for {placement.process_of}; a stage must have one process in all tables"
             )
-        splits = any(action.kind == "W" for row in table for action in row)
-        with_code: list[list[Computation]] = [list(row) for row in table]
-        with_code[placement.driver] = own = driver_row(table, placement.firsts)
-        limit = _limit(with_code, placement)
+        rows: list[list[Computation]] = [list(row) for row in table]
+        rows[placement.driver] = driver_row(table, placement.firsts)
         exchanges = Tied("values"), Tied("gradients")
-        return _program(table, own, limit, placement, self._order, exchanges, splits=splits)
+        return _compiled(rows, _limit(rows, placement), placement, self._add_posts, exchanges)
 
     def _backward(self, microbatches: int) -> Program:
-        table = [[action for action in row if action.kind != "F"] for row in self._schedule(microbatches)]
-        driver, last = self._placement.driver, self._placement.num_stages - 1
-        answered = [action.microbatch for action in table[driver] if action.stage == last and action.kind != "W"]
-        code = [UserCode("a", m) for m in answered]
-        limit, exchange = _limit(table, self._placement), Tied("gradients")
-        found = _program(table, [*table[driver], *code], limit, self._placement, self._order, (None, exchange))
-        return replace(found, operations=[_at_once(row) for row in found.operations]) if self._at_once else found
-
-
-def from_stage(program: Program, first: int) -> Program:
-    """Return a program with its stages and edges numbered from ``first`` on."""
-    if first == 0:
-        return program
-
-    def later(operation: AnyOperation) -> AnyOperation:
-        if isinstance(operation, Action):
-            return operation._replace(stage=operation.stage + first)
-        if isinstance(operation, UserCode):
-            return operation._replace(stage=operation.stage + first)
-        return operation._replace(edge=operation.edge + first) if isinstance(operation, Post) else operation
-
-    return replace(
-        program,
-        rows=[[*map(later, row)] for row in program.rows],
-        driver=[*map(later, program.driver)],
-        operations=[[*map(later, row)] for row in program.operations],
-    )
+        placement = self._placement
+        rows: list[list[Computation]] = [
+            [action for action in row if action.kind != "F"] for row in self._schedule(microbatches)
+        ]
+        limit, own, last = _limit(rows, placement), rows[placement.driver], placement.num_stages - 1
+        own += [UserCode("a", m) for kind, m, i in list(own) if i == last and kind != "W"]
+        # The driver receives the gradients of inputs after its own backward passes, however many there are.
+        unlimited: Edge = "B", 0
+        found = _compiled(rows, limit, placement, self._add_posts, (None, Tied("gradients")), unlimited)
+        return Program([_at_once(row) for row in found.rows]) if self._at_once else found
 
 
 def ranks_of(placement: Placement) -> tuple[int, ...]:
@@ -293,8 +285,7 @@ def fill_drain_table(placement: Placement, microbatches: int) -> ActionTable:
     return [[*row, *(Action("B", m, i) for _, m, i in reversed(row))] for row in forward_table(placement, microbatches)]
 
 
-@lru_cache(maxsize=256)
-def forward_program(placement: Placement, microbatches: int, order: Order = direct_order) -> Program:
+def forward_program(placement: Placement, microbatches: int, add_posts: AddPosts = direct_order) -> Program:
     """Return a program of forward passes only, those of :func:`forward_table`.
 
     The driver sends inputs at most two micro-batches per process ahead of its own actions.
@@ -302,36 +293,49 @@ def forward_program(placement: Placement, microbatches: int, order: Order = dire
     Args:
         placement: The row of the table for each stage.
         microbatches: The number of micro-batches.
-        order: As in :class:`Programs`.
+        add_posts: As in :class:`Programs`.
     """
-    table, processes = forward_table(placement, microbatches), 1 + max(placement.process_of)
-    driver = placement.driver
-    ahead = 1 if placement.process_of[0] == driver else 2 * processes
-    with_code: list[Computation] = []
+    table, driver = forward_table(placement, microbatches), placement.driver
+    ahead = 1 if placement.process_of[0] == driver else 2 * len(table)
+    rows: list[list[Computation]] = [list(row) for row in table]
+    rows[driver] = []
     num_fed = 0
     for action in table[driver]:
         for m in range(num_fed, min(action.microbatch + ahead, microbatches)):
-            with_code.append(UserCode("b", m))
+            rows[driver].append(UserCode("b", m))
             num_fed = m + 1
-        with_code.append(action)
-    return _program(table, with_code, _limit(table, placement), placement, order, (Tied("values"), None))
+        rows[driver].append(action)
+    return _compiled(rows, _limit(table, placement), placement, add_posts, (Tied("values"), None))
 
 
-def _program(
-    table: ActionTable,
-    driver: list[Computation],
+def _compiled(
+    rows: Sequence[Sequence[Computation]],
     limit: int,
     placement: Placement,
-    order: Order,
+    add_posts: AddPosts,
     exchanges: tuple[Tied | None, Tied | None],
-    *,
-    splits: bool = False,
+    unlimited: Edge | None = None,
 ) -> Program:
-    rows = _by_rank(table, placement.driver)
-    *others, own = order([*rows[:-1], driver], placement.num_stages)
+    """Return the program of all processes.
+
+    Args:
+        rows: The computations of each process, in the order of the table.
+        limit: Maximum number of values in transit on one channel. It bounds memory and must cause no deadlock.
+        placement: The process of each stage.
+        add_posts: Adds sends and receives.
+        exchanges: The exchanges of tied parameters at the begin and at the end.
+        unlimited: The channel without a limit.
+    """
+    *others, own = add_posts(_by_rank(rows, placement.driver), placement.num_stages)
     first, last = ([] if exchange is None else [exchange] for exchange in exchanges)
-    operations = [[*first, *row, *last] for row in [*others, _with_results(own, placement.num_stages - 1)]]
-    return Program(rows, driver, limit, splits, operations)
+
+    def limited(operation: Operation) -> Operation:
+        if not isinstance(operation, Post) or (operation.kind, operation.edge) == unlimited:
+            return operation
+        return operation._replace(limit=limit)
+
+    whole = [*others, _with_results(own, placement.num_stages - 1)]
+    return Program([[*first, *map(limited, row), *last] for row in whole])
 
 
 def _with_results(row: Row, last: int) -> list[Operation]:
@@ -363,8 +367,8 @@ def _at_once(row: Row) -> list[Operation]:
     ]
 
 
-def _by_rank(table: ActionTable, driver: int) -> list[list[Action]]:
-    return [*table[driver + 1 :], *table[: driver + 1]]
+def _by_rank(rows: Sequence[Sequence[Computation]], driver: int) -> list[Sequence[Computation]]:
+    return [*rows[driver + 1 :], *rows[: driver + 1]]
 
 
 def check_order(table: ActionTable) -> None:

@@ -201,32 +201,28 @@ class Edges:
         mail, key = self.mail[kind, e], (this.number, m, e)
         if post.way == "SEND":
             if mail.has(this.number, m):
-                # Under gpipe, the driver receives gradients of inputs after its backward passes.
-                keep = None if kind == "B" and e in self.firsts and not this.gathers else this.limit
-                if self._senders[kind, e].send(mail.receive(this.number, m), this.number, m, keep=keep) and kind == "F":
+                has_gradients = self._senders[kind, e].send(
+                    mail.receive(this.number, m), this.number, m, keep=post.limit
+                )
+                if has_gradients and kind == "F":
                     self._answered.add(key)
-        elif kind == "F" or key in self._answered:
+            return
+        if kind == "F" or key in self._answered:
             self._answered.discard(key)
             mail.expect(self._receivers[kind, e].begin(this.number, m), this.number, m)
-            if kind == "B" and this.limit is not None:  # so that the memory of small messages is reused
-                self._senders["F", e].release(this.limit)
+        if post.limit is not None:  # so that the memory of small messages is reused
+            self._senders["F" if kind == "B" else "B", e].release(post.limit)
 
-    def begin(self, this: Pass) -> None:
+    def begin(self) -> None:
         """Drop the values sent in earlier passes. They have arrived, because every process has ended these passes."""
         for sender in self._senders.values():
             sender.flush()
 
-    def end(self, this: Pass) -> None:
+    def end(self) -> None:
         """Drop the values sent to later stages. They have arrived, because results computed from them have returned."""
         for (kind, _), sender in self._senders.items():
             if kind == "F":
                 sender.flush()
-
-    def release(self, keep: int | None) -> None:
-        """Drop all sent values but the last ``keep`` on each channel. The dropped values have arrived."""
-        if keep is not None:
-            for sender in self._senders.values():
-                sender.release(keep)
 
     def discard(self, number: int) -> None:
         """Forget a pass that will have no backward part. The garbage collector may call this at any time."""

@@ -18,7 +18,6 @@ class Pass:
         at_once: Run the backward passes of all micro-batches in one call of autograd instead of one after another.
         seed: The seed from which the seeds of the layers in this pass are derived.
         context: The driver's settings, such as autocast and default dtype.
-        limit: Maximum number of values in transit on one channel; ``None`` for no limit.
         splits: Whether backward passes have two parts.
         gathers: Whether gradients are kept separate from ``.grad`` until they are released.
         shares: Whether values of tied parameters may have changed since the previous pass.
@@ -33,7 +32,6 @@ class Pass:
     at_once: bool
     seed: int
     context: PassContext
-    limit: int | None = None
     splits: bool = False
     gathers: bool = False
     shares: bool = False

@@ -188,7 +188,7 @@ class Stage:
             RuntimeError: If a neighbour fails or does not answer in time.
             torch.OutOfMemoryError: If the device is out of memory. The message says what helps.
         """
-        self._edges.begin(this)
+        self._edges.begin()
         if self._found_for is None or self._found_for[0] is not row or self._found_for[1] != this.checkpoint:
             self._find_recomputed(row, this)
         try:
@@ -198,7 +198,7 @@ class Stage:
             if self._runs_code:
                 raise
             raise explained(error, self._name, DeviceMemory.of(self.device), self._situation(this)) from error
-        self._edges.end(this)
+        self._edges.end()
         if self._ties is not None and not this.grad:
             self._ties.flush()
 

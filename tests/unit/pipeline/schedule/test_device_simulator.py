@@ -83,8 +83,8 @@ def _value(action: Action) -> tuple[Any, int, int]:
 def ours(table: ActionTable) -> list[list[Operation]]:
     """The posting order of a table whose last process is the driver, without the driver's code."""
     tables = Programs(lambda m: table, Placement.of(table))
-    whole = tables.training[1 + max(action.microbatch for action in table[0])]
-    return posting_order(whole.rows, len(tables.rank_of))
+    actions = tables.actions(1 + max(action.microbatch for action in table[0]))
+    return posting_order(actions, len(tables.rank_of))
 
 
 CROSSING = rows_of(

@@ -3,14 +3,13 @@
 import gc
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import TypeAlias
 
 import pytest
-from device_simulator import Collective, DeviceOperation, check_runs, for_all, per_pair, with_collectives
-from schedule_choices import CHOICES
+from device_simulator import Collective, DeviceOperation, check_runs, edge_from, for_all, per_pair, with_collectives
+from schedule_choices import CHOICES, computations_of
 
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.schedule.deadlocks import sources_of
@@ -19,7 +18,6 @@ from strategies.pipeline.schedule.operations import (
     Operation,
     Post,
     UserCode,
-    edge_from,
     edge_to,
 )
 from strategies.pipeline.schedule.posting import direct_order, posting_order
@@ -47,7 +45,7 @@ def num_chunks(name: str) -> int:
 
 def posted(program: Program, num_stages: int) -> list[list[DeviceOperation]]:
     """Return what each process posts in a pass, the driver with the user's code."""
-    return posting_order([*program.rows[:-1], program.driver], num_stages)
+    return posting_order([*map(computations_of, program.rows)], num_stages)
 
 
 SECONDS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, "b": 0.0, "a": 0.0}
@@ -59,19 +57,15 @@ def seconds(step: Computation) -> float:
 
 def passes(tables: Programs, m: int) -> Iterator[Program]:
     """Training, evaluation, and the backward part after a forward part, which is an evaluation pass, too."""
-    yield tables.training[m]
-    yield tables.forward[m]
-    yield tables.backward[m]
-
-
-def steps_of(row: Sequence[Operation]) -> list[Computation]:
-    return [operation for operation in row if isinstance(operation, Action | UserCode)]
+    yield tables.of("training", m)
+    yield tables.of("forward", m)
+    yield tables.of("backward", m)
 
 
 def check_complete(rows: Sequence[Sequence[Operation]], program: Program, num_stages: int) -> None:
     """Each row has its steps in order; a send directly follows its step; a step has a receive if its input is far."""
-    expected = [*program.rows[:-1], program.driver]
-    assert [steps_of(row) for row in rows] == expected
+    expected = [*map(computations_of, program.rows)]
+    assert [computations_of(row) for row in rows] == expected
     row_of = {step: r for r, row in enumerate(expected) for step in row}
     for r, row in enumerate(rows):
         received: set[tuple[str, int, int, int]] = set()
@@ -120,10 +114,10 @@ def check_runs_in_turn(rows: Sequence[Sequence[Operation]]) -> None:
                     unsent[r].add((*edge, operation.microbatch))
                 place[r] += 1
                 continue
-            way, kind, microbatch, edge_number, peer = operation
+            way, kind, microbatch, edge_number, peer, _ = operation
             row = rows[peer]
             there = row[place[peer]] if place[peer] < len(row) else None
-            if there != ("RECV" if way == "SEND" else "SEND", kind, microbatch, edge_number, r):
+            if there != Post("RECV" if way == "SEND" else "SEND", kind, microbatch, edge_number, r):
                 break
             source, target = (r, peer) if way == "SEND" else (peer, r)
             if (value := (kind, edge_number, microbatch)) not in unsent[source]:
@@ -151,15 +145,15 @@ def early(rows: Sequence[Sequence[Operation]]) -> list[tuple[int, int, int]]:
                     and edge_to(step) == key
                     and step.microbatch == operation.microbatch
                 )
-                if steps_of(row[k:at]):
+                if computations_of(row[k:at]):
                     found.append((r, k, at))
     return found
 
 
 def test_the_order_of_1f1b() -> None:
-    program = Settings(schedule="1f1b").programs(2).training[3]
-    without_code = replace(program, driver=list(program.rows[-1]))
-    assert [" ".join(map(repr, row)) for row in posted(without_code, 2)] == [
+    programs = Settings(schedule="1f1b").programs(2)
+    program = programs.of("training", 3)
+    assert [" ".join(map(repr, row)) for row in posting_order(programs.actions(3), 2)] == [
         "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0F2 0RECV_B1 0SEND_F2 0B1 0RECV_B2 0B2",
         "1RECV_F0 1F0 1B0 1RECV_F1 1SEND_B0 1F1 1B1 1SEND_B1 1RECV_F2 1F2 1B2 1SEND_B2",
     ]
@@ -223,8 +217,8 @@ def test_all_tables_run_on_devices_in_the_worst_case(p: int, some: bool) -> None
     try:
         for m in [m for m in range(1, 65) if (m <= 24 or (m + p) % 4 == 0) == some]:
             usual = [tables for tables in all_tables if len(tables.rank_of) <= 16 or (p == 16 and m >= 63)]
-            # Schedules of one placement share the program of evaluation passes.
-            each = {id(program): (program, tables) for tables in usual for program in passes(tables, m)}
+            # Schedules of one placement have the same program of evaluation passes.
+            each = {repr(program): (program, tables) for tables in usual for program in passes(tables, m)}
             for program, tables in each.values():
                 check_runs_in_turn(posted(program, len(tables.rank_of)))
     finally:
@@ -278,9 +272,9 @@ def test_the_order_costs_no_time_where_streams_are_independent(name: str) -> Non
     """Neither if processes post far ahead of their devices, nor if posting takes as long as the actions."""
     for p, m in ((2, 8), (4, 9), (8, 16)):
         tables = Settings(**CHOICES[name]).programs(p)
-        table = tables.training[m].rows
+        table = tables.actions(m)
         least = simulate(table, ActionCosts(backward=2.0)).total_time
-        rows = posted(tables.training[m], len(tables.rank_of))
+        rows = posted(tables.of("training", m), len(tables.rank_of))
         assert check_runs(rows, independent_streams=True, seconds=seconds) == least
         assert check_runs(rows, independent_streams=True, posting_seconds=seconds) == least
         assert check_runs(rows, seconds=seconds) >= least
@@ -291,7 +285,7 @@ def test_receives_are_posted_no_earlier_than_freedom_from_deadlock_requires(name
     """A receive that is posted before an earlier action closes a circle, or leaves its order, if it is not."""
     for p, m in ((2, 4), (3, 7), (4, 8)):
         tables = Settings(**CHOICES[name]).programs(p)
-        rows = posted(tables.training[m], len(tables.rank_of))
+        rows = posted(tables.of("training", m), len(tables.rank_of))
         num = sum(isinstance(operation, Post) for row in rows for operation in row) // 2
         moved = early(rows)
         assert len(moved) < num / 2
@@ -303,9 +297,8 @@ def test_receives_are_posted_no_earlier_than_freedom_from_deadlock_requires(name
 
 def test_forward_passes_of_a_line_need_no_early_receive() -> None:
     """If the driver's inputs do not travel: a stage sends, then receives, and so on."""
-    program = Settings(schedule="1f1b").programs(4).forward[9]
-    program = replace(program, driver=list(program.rows[-1]))
-    assert not early(posted(program, 4))
+    program = Settings(schedule="1f1b").programs(4).of("forward", 9)
+    assert not early(posting_order(program.actions, 4))
 
 
 def random_table(processes: int, chunks: int, m: int, seed: int) -> ActionTable:
@@ -360,7 +353,7 @@ def test_orders_that_a_search_finds_run() -> None:
     for limit in (None, 9.0):
         plan = search(costs, 3, [8], effort=20_000, memory_limit_bytes=limit)
         tables = Programs(partial(_given, plan.table), plan.placement)
-        check_runs(posted(tables.training[8], len(tables.rank_of)))
+        check_runs(posted(tables.of("training", 8), len(tables.rank_of)))
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1-2", "zbv"])
@@ -372,7 +365,7 @@ def test_passes_run_one_after_another_with_ties_and_averages(name: str) -> None:
     p, m, draw = 3, 5, random.Random(0)
     tables = Settings(**CHOICES[name]).programs(p)
     num = len(tables.rank_of)
-    trains = [tables.forward[m], tables.backward[m]] if name == "gpipe" else [tables.training[m]]
+    trains = [tables.of("forward", m), tables.of("backward", m)] if name == "gpipe" else [tables.of("training", m)]
     rows: list[list[Operation]] = [[] for _ in range(2 * p)]
     for number in range(3):
         for replica in range(2):
@@ -381,7 +374,7 @@ def test_passes_run_one_after_another_with_ties_and_averages(name: str) -> None:
             shared = [Collective(f"value {number} {replica}", (own[-1], own[r])) for r in range(p - 1)]
             moved = [Collective(f"gradient {number} {replica} {r}", (own[r], own[-1])) for r in range(p - 1)]
             whole: list[list[Operation]] = with_collectives([[] for _ in range(2 * p)], shared)
-            for program in (tables.forward[m], *trains):
+            for program in (tables.of("forward", m), *trains):
                 for r, row in zip(own, posted(program, num), strict=True):
                     whole[r] += [
                         operation._replace(peer=own[operation.peer]) if isinstance(operation, Post) else operation

@@ -1,15 +1,15 @@
 """What each process does in a pass: ranks, orders on channels, and limits that cause no deadlock."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
-from schedule_choices import CHOICES
+from schedule_choices import CHOICES, computations_of
 
 from strategies.pipeline.executor.settings import Settings
-from strategies.pipeline.schedule.operations import Result, UserCode
+from strategies.pipeline.schedule.operations import Post, Result, UserCode
 from strategies.pipeline.schedule.program import (
     MIN_UNDER_WAY,
+    Program,
     Programs,
     can_run,
     check_order,
@@ -34,6 +34,12 @@ from strategies.planning.simulator import ActionCosts, DriverCosts, render, simu
 SIZES = [(p, m) for p in (1, 2, 3, 5) for m in (1, 2, 3, 7, 16)]
 
 
+def limits_of(program: Program) -> set[int]:
+    """Return the limits of all channels that have one."""
+    posts = [operation for row in program.rows for operation in row if isinstance(operation, Post)]
+    return {post.limit for post in posts if post.limit is not None}
+
+
 def table_of(rows: list[str]) -> list[list[Action]]:
     return [[Action.parse(text) for text in row.split()] for row in rows]
 
@@ -41,7 +47,7 @@ def table_of(rows: list[str]) -> list[list[Action]]:
 def test_the_driver_has_the_last_rank() -> None:
     assert ranks_of(loop(3, 2)) == (0, 1, 2, 0, 1, 2)
     assert ranks_of(v(3)) == (2, 0, 1, 1, 0, 2)
-    rows = Programs(lambda m: zbv(2, m), v(2)).training[3].rows
+    rows = Programs(lambda m: zbv(2, m), v(2)).actions(3)
     assert [{action.stage for action in row} for row in rows] == [{1, 2}, {0, 3}]
 
 
@@ -50,19 +56,19 @@ def test_every_size_runs(name: str) -> None:
     """With as many values under way as the program says, forward passes alone, backward passes alone, and both."""
     for p, m in SIZES:
         tables = Settings(**CHOICES[name]).programs(p)
-        driver, num = tables.placement.driver, len(tables.rank_of)
-        for program in (tables.training[m], tables.forward[m], tables.backward[m]):
-            # A backward part sends the gradients of the inputs without a limit.
-            own = program.rows[-1] if program is tables.backward[m] else program.driver
-            rows: list[Any] = [*program.rows[:-1]]
-            rows.insert(driver, own)
+        num = len(tables.rank_of)
+        for program in (tables.of("training", m), tables.of("forward", m), tables.of("backward", m)):
+            rows = [*map(computations_of, program.rows)]
+            if program is tables.of("backward", m):  # which sends the gradients of the inputs without a limit
+                rows[-1] = [*program.actions[-1]]
             assert can_run(rows, tables.placement, num + 2)
-            assert program.limit == num + MIN_UNDER_WAY
-        kinds = sorted(action.kind for row in tables.training[m].rows for action in row)
+            assert limits_of(program) <= {num + MIN_UNDER_WAY}
+        kinds = sorted(action.kind for row in tables.actions(m) for action in row)
         assert kinds.count("F") == num * m == kinds.count("B") + kinds.count("I")
-        assert tables.training[m].splits == ("W" in kinds)
-        both = [row + more for row, more in zip(tables.forward[m].rows, tables.backward[m].rows, strict=True)]
-        assert list(map(sorted, both)) == list(map(sorted, tables.training[m].rows))
+        assert tables.of("training", m).splits == ("W" in kinds)
+        forward, backward = tables.of("forward", m).actions, tables.of("backward", m).actions
+        both = [row + more for row, more in zip(forward, backward, strict=True)]
+        assert list(map(sorted, both)) == list(map(sorted, tables.actions(m)))
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1"])
@@ -70,9 +76,10 @@ def test_several_lists_run_in_rounds_with_code_between_them(name: str) -> None:
     """The code between two lists takes the output of the driver's stage, and receives the gradients of the next one."""
     for p, m, lists in [(1, 3, 2), (2, 2, 2), (2, 5, 3), (3, 7, 2), (4, 3, 3)]:
         tables = Settings(schedule=name).programs(p, num_lists=lists)
-        placement, program = tables.placement, tables.training[m]
-        assert can_run([*program.rows[:-1], program.driver], placement, program.limit)
-        row = list(program.operations[-1])
+        placement, program = tables.placement, tables.of("training", m)
+        (limit,) = limits_of(program) or {1}
+        assert can_run([*map(computations_of, program.rows)], placement, limit)
+        row = list(program.rows[-1])
         for first in placement.firsts[1:]:
             for number in range(m):
                 place = row.index(UserCode("b", number, first))
@@ -83,17 +90,17 @@ def test_several_lists_run_in_rounds_with_code_between_them(name: str) -> None:
                     assert repr(row[place + 1]) == f"{first - 1}SEND_F{number}"
                     assert row.count(UserCode("a", number, first)) == 1
                     assert [*map(repr, row)].count(f"{first - 1}RECV_B{number}") == 1
-        assert len(tables.of("forward", m, lists - 1).operations) == p
+        assert len(tables.of("forward", m, lists - 1).rows) == p
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
 def test_the_rows_of_a_step_are_those_of_the_table_of_all_lists(name: str) -> None:
     for p, m, lists in [(2, 3, 1), (2, 3, 2), (3, 4, 3)]:
         tables = Settings(schedule=name).programs(p, num_lists=lists)
-        rows = tables.rows(m)
+        rows = tables.actions(m)
         assert rows == SCHEDULES[name].of(p, m, 1, lists)
         if name == "gpipe":
-            parts = [tables.of("forward", m, number).rows[-1] for number in range(lists)]
+            parts = [tables.of("forward", m, number).actions[-1] for number in range(lists)]
             assert rows[-1][: m * lists] == [action for row in parts for action in row]
 
 
@@ -106,8 +113,9 @@ def test_inputs_of_evaluations_come_early_enough(placement: Callable[[int, int],
             program = forward_program(own, m)
             if own.process_of[0] == own.driver:
                 continue
-            assert can_run([*program.rows[:-1], program.driver], own, 2 * p + m)
-            own_row = program.driver
+            rows = [*map(computations_of, program.rows)]
+            assert can_run(rows, own, 2 * p + m)
+            own_row = rows[-1]
             for k, step in enumerate(own_row):
                 if isinstance(step, UserCode):
                     following = next(action for action in own_row[k:] if isinstance(action, Action))
@@ -120,7 +128,7 @@ def test_a_limit_that_is_too_small_deadlocks() -> None:
     crossed = table_of(["0F0 0F1 0F2 0F3 2F0 2F1 2F2 2F3", "1F0 1F1 1F2 1F3 3F0 3F1 3F2 3F3"])
     assert can_run(rows, loop(2, 2), 3)
     assert can_run(crossed, loop(2, 2), 4) and not can_run(crossed, loop(2, 2), 1)
-    assert forward_program(loop(2, 2), 4).limit >= 2
+    assert min(limits_of(forward_program(loop(2, 2), 4))) >= 2
 
 
 def test_orders_that_channels_cannot_bring() -> None:
@@ -135,15 +143,15 @@ def test_orders_that_channels_cannot_bring() -> None:
 
 def test_the_driver_runs_the_code_of_each_microbatch_once() -> None:
     for choice in [own for name, own in CHOICES.items() if name != "gpipe"]:
-        row = Settings(**choice).programs(3).training[5].driver
+        row = Settings(**choice).programs(3).of("training", 5).rows[-1]
         codes = [step for step in row if isinstance(step, UserCode)]
         assert sorted(codes) == sorted(UserCode(part, m) for part in "ab" for m in range(5))
 
 
 def test_tables_of_ones_own() -> None:
     tables = Settings(schedule=one_f_one_b, microbatches=4).programs(2)
-    assert tables.rank_of == (0, 1) and not tables.training[4].splits
-    assert tables.training[3].rows == one_f_one_b(2, 3)
+    assert tables.rank_of == (0, 1) and not tables.of("training", 4).splits
+    assert tables.actions(3) == one_f_one_b(2, 3)
     with pytest.raises(ValueError, match="lacks"):
         Settings(schedule=lambda p, m: [row[:-1] for row in one_f_one_b(p, m)]).programs(2)
 
@@ -161,12 +169,12 @@ def test_tables_that_channels_cannot_run_are_refused_at_once() -> None:
 def test_tables_of_other_numbers_of_micro_batches() -> None:
     """They may split other backward passes, but must leave the stages where they are."""
     split_later = Settings(schedule=lambda p, m: (zb_h1 if m > 1 else one_f_one_b)(p, m), microbatches=4).programs(2)
-    assert split_later.training[4].splits and not split_later.training[1].splits
+    assert split_later.of("training", 4).splits and not split_later.of("training", 1).splits
     moved = Settings(schedule=lambda p, m: (interleaved if m == 4 else zbv)(p, m), microbatches=4).programs(2)
     with pytest.raises(
         ValueError, match=r"the table for 3 micro-batches has stages 0, 1, ... on processes \(0, 1, 1, 0"
     ):
-        moved.training[3]
+        moved.of("training", 3)
 
 
 def test_picture_of_the_driver_row() -> None:
@@ -176,7 +184,7 @@ def test_picture_of_the_driver_row() -> None:
 
 
 def test_rows_have_exchanges_of_ties_and_the_places_where_code_takes_outputs() -> None:
-    first, last = Programs(lambda m: one_f_one_b(2, m), loop(2)).training[1].operations
+    first, last = Programs(lambda m: one_f_one_b(2, m), loop(2)).of("training", 1).rows
     assert repr([first[0], first[-1]]) == "[TIED_VALUES, TIED_GRADIENTS]" == repr([last[0], last[-1]])
     assert not any(isinstance(operation, Result) for operation in first)
     assert last[[*last].index(Action("F", 0, 1)) + 1] == Result(0)
@@ -184,6 +192,6 @@ def test_rows_have_exchanges_of_ties_and_the_places_where_code_takes_outputs() -
 
 def test_backward_passes_at_once_follow_all_receives_and_precede_all_sends() -> None:
     tables = Programs(lambda m: gpipe(3, m), loop(3), at_once=True)
-    assert " ".join(map(repr, tables.backward[2].operations[1])) == (
+    assert " ".join(map(repr, tables.of("backward", 2).rows[1])) == (
         "1RECV_B1 1RECV_B0 1B1 1B0 1SEND_B1 1SEND_B0 TIED_GRADIENTS"
     )
