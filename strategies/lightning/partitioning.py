@@ -35,7 +35,7 @@ from strategies.pipeline.partition.model_costs import (
 )
 from strategies.pipeline.partition.probe import is_called_first
 from strategies.pipeline.partition.sequential import Pipelined, check_balance, check_lists, even_balance
-from strategies.pipeline.stage.layers import num_recomputed
+from strategies.pipeline.schedule.tables import num_recomputed
 
 BUDGET_SECONDS = 1.0
 """The time that the measured passes of all layers may take together, beyond warm-up and the first few passes."""

@@ -142,6 +142,7 @@ class Executor(NotCopyable):
         context: PassContext | None = None,
         gathers: bool = False,
         list_number: int = 0,
+        like: Pass | None = None,
     ) -> Pass:
         """Start a pass, and queue for every stage the changes since the last pass.
 
@@ -151,6 +152,7 @@ class Executor(NotCopyable):
             context: Settings for the forward passes; by default those of the calling thread.
             gathers: Whether gradients are kept separate from ``.grad`` until they are released.
             list_number: The list of layers that the pass runs through; 0 if it runs through all lists.
+            like: A pass with the same seed, checkpoint and context; by default those of the settings.
         """
         if self._layers_now() != self._layers:
             raise RuntimeError(
@@ -161,15 +163,20 @@ class Executor(NotCopyable):
         self._parts.between_passes(self.unfinished)
         self.current = number = self._num_passes
         self._num_passes += 1
+        if like is not None:
+            checkpoint, seed, context = like.checkpoint, like.seed, like.context
+        else:
+            checkpoint, seed = self.settings.checkpoint, self._parts.next_seed(grad)
+            context = context or PassContext.capture(self.stage.device.type)
         this = Pass(
             number=number,
             microbatches=microbatches,
             grad=grad,
-            checkpoint=self.settings.checkpoint if grad else "never",
+            checkpoint=checkpoint if grad else "never",
             at_once=not self.settings.pipelined_backward,
-            seed=self._parts.next_seed(grad),
-            context=context or PassContext.capture(self.stage.device.type),
-            splits=grad and self.programs.of("training", microbatches).splits,
+            seed=seed,
+            context=context,
+            splits=grad and self.programs["training", microbatches, 0].splits,
             gathers=gathers,
             shares=self._ties_have_changed(),
             list_number=list_number,
@@ -195,7 +202,7 @@ class Executor(NotCopyable):
             code: The code that this process runs between its actions.
         """
         self.current = this.number
-        program = self.programs.of(part, this.microbatches, this.list_number)
+        program = self.programs[part, this.microbatches, this.list_number]
         for remote, row in zip(self.remotes, program.of_workers, strict=True):
             remote.send(StageCommands.run, this, row)
         self.stage.run(program.rows[-1], this, code)
@@ -339,12 +346,13 @@ class FillDrain:
         parts = split(pack_objects(input, NoChunk), microbatches or self._executor.settings.microbatches)
         return unpack_objects(merge(self.run(parts, list_number)))
 
-    def run(self, parts: Sequence[Any], list_number: int = 0) -> list[Any]:
+    def run(self, parts: Sequence[Any], list_number: int = 0, *, like: Pass | None = None) -> list[Any]:
         """Run the forward part of a pass, and the backward part when the outputs are differentiated.
 
         Args:
             parts: The input of each micro-batch, with packed objects.
             list_number: The list of layers that the inputs go through.
+            like: See :meth:`Executor.begin`.
 
         Returns:
             The output of each micro-batch, with packed objects.
@@ -356,7 +364,7 @@ class FillDrain:
         )
         inputs = [t for t in given if grad and t.requires_grad]
         with torch.no_grad(), executor.explained():
-            this = executor.begin(len(parts), grad=grad, list_number=list_number)
+            this = executor.begin(len(parts), grad=grad, list_number=list_number, like=like)
             outputs = self._forward(parts, this)
         required = [[t.requires_grad for t in tensors_of(output)] for output in outputs]
         run = PendingPass(this, executor)

@@ -129,7 +129,7 @@ class Settings:
         except OSError as error:
             raise ValueError(f"schedule={str(schedule)!r} is the path of a table, but: {error}.") from error
         tables = Programs(lambda m: custom_table(schedule, processes, m), placement, order)
-        tables.of("training", self.microbatches)  # raises an error if the table cannot run
+        tables["training", self.microbatches, 0]  # raises an error if the table cannot run
         return tables
 
     def __post_init__(self) -> None:

@@ -12,7 +12,6 @@ Index letters: ``m`` micro-batch, ``i`` partition.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,41 +21,19 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from strategies.common.random_seeds import preserved_random_state
 from strategies.common.torch_compat import tree_flatten, tree_map_only, tree_unflatten
 from strategies.pipeline.pipe.with_device import Partition
+from strategies.pipeline.schedule.tables import num_recomputed
 from strategies.pipeline.stage.calling import call_partition
 from strategies.pipeline.stage.layers import (
     Flags,
     KeptBuffers,
     Layers,
-    PassContext,
     ReusedInput,
-    num_recomputed,
     with_buffers,
 )
 from strategies.pipeline.stage.microbatch.chunks import has_tensor
 from strategies.pipeline.stage.microbatch.split import pack_objects, unpack_objects
+from strategies.pipeline.stage.passes import Pass
 from strategies.pipeline.stage.skip import Key, skips_of
-
-
-@dataclass(frozen=True)
-class ForwardPass:
-    """One forward pass of a ``Pipe``.
-
-    Attributes:
-        seed: The seed from which the seeds of the layers are derived.
-        microbatches: Number of micro-batches.
-        checkpoint: Which of them are recomputed in the backward pass.
-        context: Autocast, default dtype and similar settings of the caller.
-    """
-
-    seed: int
-    microbatches: int
-    checkpoint: str
-    context: PassContext
-
-    @property
-    def recomputed(self) -> int:
-        """Number of micro-batches, from the first one, that are recomputed."""
-        return num_recomputed(self.checkpoint, self.microbatches)
 
 
 class LocalEngine:
@@ -73,7 +50,7 @@ class LocalEngine:
             for i, partition in enumerate(partitions)
         ]
 
-    def run(self, parts: Sequence[Any], this: ForwardPass) -> list[Any]:
+    def run(self, parts: Sequence[Any], this: Pass) -> list[Any]:
         """Run the pass on the inputs of the micro-batches, and return their outputs."""
         values: list[Any] = list(parts) if len(parts) == 1 else [unpack_objects(pack_objects(part)) for part in parts]
         if torch.is_grad_enabled():  # an in-place change by a layer must not count as a change of other micro-batches
@@ -84,6 +61,10 @@ class LocalEngine:
             if m == len(parts) - 1:
                 self._partitions[i].end_forward()
         return values
+
+
+def _is_recomputed(m: int, this: Pass) -> bool:
+    return m < num_recomputed(this.checkpoint, this.microbatches)
 
 
 def clock_cycles(microbatches: int, partitions: int) -> Iterator[tuple[int, int]]:
@@ -122,16 +103,16 @@ class _LocalPartition:
     def end_forward(self) -> None:
         self._layers.end_forward()
 
-    def run(self, value: Any, skips: dict[Key, Tensor | None], m: int, this: ForwardPass) -> Any:
+    def run(self, value: Any, skips: dict[Key, Tensor | None], m: int, this: Pass) -> Any:
         """Run the layers on a micro-batch. Removes popped skips from ``skips`` and adds stashed skips."""
         carried = _on(self._device, (value, {key: skips.pop(key) for key in self._popped if key in skips}))
-        run = self._run_recomputed if m < this.recomputed else self._run_once
+        run = self._run_recomputed if _is_recomputed(m, this) else self._run_once
         output, stashed = run(carried, m, this)
         check_output(output, self._description)
         skips.update(stashed)
         return output
 
-    def _run_once(self, carried: Any, m: int, this: ForwardPass, recomputing: bool = False) -> Any:
+    def _run_once(self, carried: Any, m: int, this: Pass, recomputing: bool = False) -> Any:
         with preserved_random_state(self._device):
             grad = torch.is_grad_enabled()
             return self._layers.run(
@@ -140,11 +121,11 @@ class _LocalPartition:
                 this.seed,
                 this.context,
                 grad=grad,
-                checkpointing=m < this.recomputed and not recomputing,
+                checkpointing=_is_recomputed(m, this) and not recomputing,
                 recomputing=recomputing,
             )
 
-    def _run_recomputed(self, carried: Any, m: int, this: ForwardPass) -> Any:
+    def _run_recomputed(self, carried: Any, m: int, this: Pass) -> Any:
         flags, buffers, recomputing = Flags.of(self._layers.layers), KeptBuffers(), False
         leaves, spec = tree_flatten(pack_objects(carried))
         del carried

@@ -19,11 +19,12 @@ from strategies.common.torch_compat import num_rpc_sessions_begun, rpc_is_initia
 from strategies.launch.private_rpc import PrivateRpc
 from strategies.launch.session import Session
 from strategies.optim.restricted import parameters_of
-from strategies.pipeline.pipe.local_engine import ForwardPass, LocalEngine
+from strategies.pipeline.pipe.local_engine import LocalEngine
 from strategies.pipeline.pipe.rpc_partitions import RpcPartitions
 from strategies.pipeline.pipe.with_device import WithDevice, layers_of, partitions_of
 from strategies.pipeline.stage.layers import RECOMPUTE_MODES, PassContext
 from strategies.pipeline.stage.microbatch.chunks import gather, scatter
+from strategies.pipeline.stage.passes import Pass
 from strategies.pipeline.stage.skip import verify_skippables
 
 
@@ -111,10 +112,12 @@ class Pipe(nn.Module):
         self._check_devices(inputs)
         if not self.partitions:
             return self._reference(inputs[0] if len(inputs) == 1 else inputs)
-        this = ForwardPass(
-            seed=int(torch.randint(2**62, (), device="cpu")),
+        this = Pass(
+            number=0,
             microbatches=len(parts),
+            grad=torch.is_grad_enabled(),
             checkpoint=self.checkpoint if torch.is_grad_enabled() and self.training else "never",
+            seed=int(torch.randint(2**62, (), device="cpu")),
             context=PassContext.capture(max((device.type for device in self.devices), key=lambda kind: kind != "cpu")),
         )
         return self._reference(gather(self._engine.run(parts, this)))

@@ -33,13 +33,13 @@ from strategies.pipeline.control.hanging_stages import Watch
 from strategies.pipeline.executor.executor import Executor, FillDrain, PipelineParts
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.pipe.followed import FollowedOptimizers
-from strategies.pipeline.pipe.local_engine import ForwardPass, check_output
+from strategies.pipeline.pipe.local_engine import check_output
 from strategies.pipeline.pipe.with_device import Partition
 from strategies.pipeline.schedule.program import ProgramPart, Programs, fill_drain_table
 from strategies.pipeline.schedule.tables import Placement
 from strategies.pipeline.stage.calling import call_partition
 from strategies.pipeline.stage.edges import Edges
-from strategies.pipeline.stage.layers import Before, PassContext, call_in_turn
+from strategies.pipeline.stage.layers import Before, call_in_turn
 from strategies.pipeline.stage.microbatch.split import pack_objects, unpack_objects
 from strategies.pipeline.stage.passes import Pass
 from strategies.pipeline.stage.stage import Chunk, DriverCode, Stage, chunks_of
@@ -130,10 +130,10 @@ class RpcPartitions(NotCopyable):
             module, [p.layers for p in partitions], [by_number.get(i) for i in range(len(partitions))]
         )
 
-    def run(self, parts: Sequence[Any], this: ForwardPass) -> list[Any]:
+    def run(self, parts: Sequence[Any], this: Pass) -> list[Any]:
         """Run the pass on the inputs of the micro-batches, and return their outputs."""
-        self._executor.this = this
-        return [unpack_objects(output) for output in self._batch.run([pack_objects(part) for part in parts])]
+        outputs = self._batch.run([pack_objects(part) for part in parts], like=this)
+        return [unpack_objects(output) for output in outputs]
 
 
 class _Executor(Executor):
@@ -147,24 +147,7 @@ class _Executor(Executor):
     def __init__(self, parts: PipelineParts, transport: RpcTransport) -> None:
         super().__init__(parts)
         self._transport = transport
-        self.this: ForwardPass | None = None
-        """The properties of the next pass."""
         self._begin_without_failures(parts.failures)
-
-    def begin(
-        self,
-        microbatches: int,
-        *,
-        grad: bool,
-        context: PassContext | None = None,
-        gathers: bool = False,
-        list_number: int = 0,
-    ) -> Pass:
-        assert self.this is not None
-        this = super().begin(
-            microbatches, grad=grad, context=self.this.context, gathers=gathers, list_number=list_number
-        )
-        return replace(this, seed=self.this.seed, checkpoint=self.this.checkpoint if grad else "never")
 
     def run(self, part: ProgramPart, this: Pass, code: DriverCode) -> None:
         super().run(part, this, code)

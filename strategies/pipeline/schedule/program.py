@@ -81,8 +81,13 @@ AddPosts = Callable[[Sequence[Sequence[Computation]], int], Sequence[Row]]
 ProgramPart = Literal["training", "forward", "backward"]
 
 
-class Programs:
-    """The programs of a pipeline.
+class Programs(dict[tuple[ProgramPart, int, int], Program]):
+    """The programs of a pipeline, by part, number of micro-batches and list of layers.
+
+    The parts are ``"training"`` for interleaved forward and backward passes; ``"forward"`` for forward passes only;
+    ``"backward"`` for the backward passes of all micro-batches, after all forward passes. The list of layers is its
+    number; 0 stands for all lists under ``"training"`` if there is a table of all lists, and for the first list
+    otherwise.
 
     A program is computed when it is first needed. This raises a ``ValueError`` if the table is incomplete or deadlocks,
     if the order of micro-batches differs between stages, or if the placement of stages differs from ``placement``.
@@ -112,41 +117,31 @@ class Programs:
         lists: Callable[[int], ActionTable] | None = None,
     ) -> None:
         self._schedule, self._placement, self._add_posts, self._at_once = schedule, placement, add_posts, at_once
+        super().__init__()
         self._lists = lists
         self.placement = placement.repeated(num_lists)
         self.rank_of = ranks_of(self.placement)
-        self._known: dict[tuple[ProgramPart, int, int], Program] = {}
 
-    def of(self, part: ProgramPart, microbatches: int, number: int = 0) -> Program:
-        """Return the program of a pass.
-
-        Args:
-            part: ``"training"`` for interleaved forward and backward passes, of one list if there is no table of all
-                lists; ``"forward"`` for forward passes only, of one list; ``"backward"`` for the backward passes of all
-                micro-batches, after all forward passes, of one list.
-            microbatches: Number of micro-batches.
-            number: Number of the list; 0 for all of them.
-        """
-        key = part, microbatches, number
-        if key not in self._known:
-            if number:
-                found = self.of(part, microbatches).from_stage(self.placement.firsts[number])
-            elif part == "training":
-                found = self._training(microbatches)
-            elif part == "forward":
-                found = forward_program(self._placement, microbatches, self._add_posts)
-            else:
-                found = self._backward(microbatches)
-            self._known[key] = found
-        return self._known[key]
+    def __missing__(self, key: tuple[ProgramPart, int, int]) -> Program:
+        part, microbatches, number = key
+        if number:
+            found = self[part, microbatches, 0].from_stage(self.placement.firsts[number])
+        elif part == "training":
+            found = self._training(microbatches)
+        elif part == "forward":
+            found = forward_program(self._placement, microbatches, self._add_posts)
+        else:
+            found = self._backward(microbatches)
+        self[key] = found
+        return found
 
     def actions(self, microbatches: int) -> list[list[Action]]:
         """Return the actions of each rank in a training step, of all lists."""
         numbers = range(self.placement.num_lists)
         if self._lists is not None or len(numbers) == 1:
-            return self.of("training", microbatches).actions
-        forward = [self.of("forward", microbatches, number).actions for number in numbers]
-        backward = [self.of("backward", microbatches, number).actions for number in reversed(numbers)]
+            return self["training", microbatches, 0].actions
+        forward = [self["forward", microbatches, number].actions for number in numbers]
+        backward = [self["backward", microbatches, number].actions for number in reversed(numbers)]
         return [[*chain(*rows)] for rows in zip(*forward, *backward, strict=True)]
 
     def _training(self, microbatches: int) -> Program:

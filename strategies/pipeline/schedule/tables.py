@@ -102,6 +102,11 @@ def recomputed(row: Iterable[tuple[str, int, int]], mode: str, microbatches: int
     return frozenset(again)
 
 
+def num_recomputed(mode: str, microbatches: int) -> int:
+    """Return how many micro-batches a stage recomputes, the first ones, if it runs all forward passes first."""
+    return len(recomputed([("F", m, 0) for m in range(microbatches)], mode, microbatches))
+
+
 @dataclass(frozen=True)
 class Placement:
     """The process of each stage.

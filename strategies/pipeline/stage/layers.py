@@ -198,17 +198,6 @@ class PassContext:
 # Recomputation
 
 
-def num_recomputed(mode: str, microbatches: int) -> int:
-    """How many of the first micro-batches of a pass are recomputed.
-
-    Args:
-        mode: One of :data:`RECOMPUTE_MODES`. ``"except_last"`` keeps the last micro-batch, whose backward pass follows
-            its forward pass at once.
-        microbatches: Number of micro-batches.
-    """
-    return {"always": microbatches, "except_last": microbatches - 1, "never": 0}[mode]
-
-
 class _Phase(threading.local):
     """Whether the layers on this thread run to be recomputed later, or are recomputed."""
 

@@ -15,9 +15,9 @@ class Pass:
         grad: Whether a backward pass may follow.
         checkpoint: Which micro-batches are recomputed, of which the stage keeps only the inputs; see
             :func:`~strategies.pipeline.schedule.tables.recomputed`.
-        at_once: Run the backward passes of all micro-batches in one call of autograd instead of one after another.
         seed: The seed from which the seeds of the layers in this pass are derived.
         context: The driver's settings, such as autocast and default dtype.
+        at_once: Run the backward passes of all micro-batches in one call of autograd instead of one after another.
         splits: Whether backward passes have two parts.
         gathers: Whether gradients are kept separate from ``.grad`` until they are released.
         shares: Whether values of tied parameters may have changed since the previous pass.
@@ -29,9 +29,9 @@ class Pass:
     microbatches: int
     grad: bool
     checkpoint: str
-    at_once: bool
     seed: int
     context: PassContext
+    at_once: bool = False
     splits: bool = False
     gathers: bool = False
     shares: bool = False

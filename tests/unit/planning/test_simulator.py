@@ -220,7 +220,7 @@ def test_the_rows_of_several_lists_are_those_of_the_engine(name, processes, num,
     driver = DriverCosts(0.5, 0.75, 0.25, [(0.125, 0.375)] * (lists - 1))
     plain = simulate(table, placement=programs.placement)
     simulation = simulate(table, ActionCosts(driver=driver), placement=programs.placement)
-    assert simulation.rows == [*map(computations_of, programs.of("training", num).rows)]
+    assert simulation.rows == [*map(computations_of, programs["training", num, 0].rows)]
     start, end = simulation.start, simulation.end
     for first in programs.placement.firsts[1:]:
         for m in range(num):

@@ -57,9 +57,9 @@ def seconds(step: Computation) -> float:
 
 def passes(tables: Programs, m: int) -> Iterator[Program]:
     """Training, evaluation, and the backward part after a forward part, which is an evaluation pass, too."""
-    yield tables.of("training", m)
-    yield tables.of("forward", m)
-    yield tables.of("backward", m)
+    yield tables["training", m, 0]
+    yield tables["forward", m, 0]
+    yield tables["backward", m, 0]
 
 
 def check_complete(rows: Sequence[Sequence[Operation]], program: Program, num_stages: int) -> None:
@@ -152,7 +152,7 @@ def early(rows: Sequence[Sequence[Operation]]) -> list[tuple[int, int, int]]:
 
 def test_the_order_of_1f1b() -> None:
     programs = Settings(schedule="1f1b").programs(2)
-    program = programs.of("training", 3)
+    program = programs["training", 3, 0]
     assert [" ".join(map(repr, row)) for row in posting_order(programs.actions(3), 2)] == [
         "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0F2 0RECV_B1 0SEND_F2 0B1 0RECV_B2 0B2",
         "1RECV_F0 1F0 1B0 1RECV_F1 1SEND_B0 1F1 1B1 1SEND_B1 1RECV_F2 1F2 1B2 1SEND_B2",
@@ -274,7 +274,7 @@ def test_the_order_costs_no_time_where_streams_are_independent(name: str) -> Non
         tables = Settings(**CHOICES[name]).programs(p)
         table = tables.actions(m)
         least = simulate(table, ActionCosts(backward=2.0)).total_time
-        rows = posted(tables.of("training", m), len(tables.rank_of))
+        rows = posted(tables["training", m, 0], len(tables.rank_of))
         assert check_runs(rows, independent_streams=True, seconds=seconds) == least
         assert check_runs(rows, independent_streams=True, posting_seconds=seconds) == least
         assert check_runs(rows, seconds=seconds) >= least
@@ -285,7 +285,7 @@ def test_receives_are_posted_no_earlier_than_freedom_from_deadlock_requires(name
     """A receive that is posted before an earlier action closes a circle, or leaves its order, if it is not."""
     for p, m in ((2, 4), (3, 7), (4, 8)):
         tables = Settings(**CHOICES[name]).programs(p)
-        rows = posted(tables.of("training", m), len(tables.rank_of))
+        rows = posted(tables["training", m, 0], len(tables.rank_of))
         num = sum(isinstance(operation, Post) for row in rows for operation in row) // 2
         moved = early(rows)
         assert len(moved) < num / 2
@@ -297,7 +297,7 @@ def test_receives_are_posted_no_earlier_than_freedom_from_deadlock_requires(name
 
 def test_forward_passes_of_a_line_need_no_early_receive() -> None:
     """If the driver's inputs do not travel: a stage sends, then receives, and so on."""
-    program = Settings(schedule="1f1b").programs(4).of("forward", 9)
+    program = Settings(schedule="1f1b").programs(4)["forward", 9, 0]
     assert not early(posting_order(program.actions, 4))
 
 
@@ -353,7 +353,7 @@ def test_orders_that_a_search_finds_run() -> None:
     for limit in (None, 9.0):
         plan = search(costs, 3, [8], effort=20_000, memory_limit_bytes=limit)
         tables = Programs(partial(_given, plan.table), plan.placement)
-        check_runs(posted(tables.of("training", 8), len(tables.rank_of)))
+        check_runs(posted(tables["training", 8, 0], len(tables.rank_of)))
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1-2", "zbv"])
@@ -365,7 +365,7 @@ def test_passes_run_one_after_another_with_ties_and_averages(name: str) -> None:
     p, m, draw = 3, 5, random.Random(0)
     tables = Settings(**CHOICES[name]).programs(p)
     num = len(tables.rank_of)
-    trains = [tables.of("forward", m), tables.of("backward", m)] if name == "gpipe" else [tables.of("training", m)]
+    trains = [tables["forward", m, 0], tables["backward", m, 0]] if name == "gpipe" else [tables["training", m, 0]]
     rows: list[list[Operation]] = [[] for _ in range(2 * p)]
     for number in range(3):
         for replica in range(2):
@@ -374,7 +374,7 @@ def test_passes_run_one_after_another_with_ties_and_averages(name: str) -> None:
             shared = [Collective(f"value {number} {replica}", (own[-1], own[r])) for r in range(p - 1)]
             moved = [Collective(f"gradient {number} {replica} {r}", (own[r], own[-1])) for r in range(p - 1)]
             whole: list[list[Operation]] = with_collectives([[] for _ in range(2 * p)], shared)
-            for program in (tables.of("forward", m), *trains):
+            for program in (tables["forward", m, 0], *trains):
                 for r, row in zip(own, posted(program, num), strict=True):
                     whole[r] += [
                         operation._replace(peer=own[operation.peer]) if isinstance(operation, Post) else operation

@@ -57,16 +57,16 @@ def test_every_size_runs(name: str) -> None:
     for p, m in SIZES:
         tables = Settings(**CHOICES[name]).programs(p)
         num = len(tables.rank_of)
-        for program in (tables.of("training", m), tables.of("forward", m), tables.of("backward", m)):
+        for program in (tables["training", m, 0], tables["forward", m, 0], tables["backward", m, 0]):
             rows = [*map(computations_of, program.rows)]
-            if program is tables.of("backward", m):  # which sends the gradients of the inputs without a limit
+            if program is tables["backward", m, 0]:  # which sends the gradients of the inputs without a limit
                 rows[-1] = [*program.actions[-1]]
             assert can_run(rows, tables.placement, num + 2)
             assert limits_of(program) <= {num + MIN_UNDER_WAY}
         kinds = sorted(action.kind for row in tables.actions(m) for action in row)
         assert kinds.count("F") == num * m == kinds.count("B") + kinds.count("I")
-        assert tables.of("training", m).splits == ("W" in kinds)
-        forward, backward = tables.of("forward", m).actions, tables.of("backward", m).actions
+        assert tables["training", m, 0].splits == ("W" in kinds)
+        forward, backward = tables["forward", m, 0].actions, tables["backward", m, 0].actions
         both = [row + more for row, more in zip(forward, backward, strict=True)]
         assert list(map(sorted, both)) == list(map(sorted, tables.actions(m)))
 
@@ -76,7 +76,7 @@ def test_several_lists_run_in_rounds_with_code_between_them(name: str) -> None:
     """The code between two lists takes the output of the driver's stage, and receives the gradients of the next one."""
     for p, m, lists in [(1, 3, 2), (2, 2, 2), (2, 5, 3), (3, 7, 2), (4, 3, 3)]:
         tables = Settings(schedule=name).programs(p, num_lists=lists)
-        placement, program = tables.placement, tables.of("training", m)
+        placement, program = tables.placement, tables["training", m, 0]
         (limit,) = limits_of(program) or {1}
         assert can_run([*map(computations_of, program.rows)], placement, limit)
         row = list(program.rows[-1])
@@ -90,7 +90,7 @@ def test_several_lists_run_in_rounds_with_code_between_them(name: str) -> None:
                     assert repr(row[place + 1]) == f"{first - 1}SEND_F{number}"
                     assert row.count(UserCode("a", number, first)) == 1
                     assert [*map(repr, row)].count(f"{first - 1}RECV_B{number}") == 1
-        assert len(tables.of("forward", m, lists - 1).rows) == p
+        assert len(tables["forward", m, lists - 1].rows) == p
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
@@ -100,7 +100,7 @@ def test_the_rows_of_a_step_are_those_of_the_table_of_all_lists(name: str) -> No
         rows = tables.actions(m)
         assert rows == SCHEDULES[name].of(p, m, 1, lists)
         if name == "gpipe":
-            parts = [tables.of("forward", m, number).actions[-1] for number in range(lists)]
+            parts = [tables["forward", m, number].actions[-1] for number in range(lists)]
             assert rows[-1][: m * lists] == [action for row in parts for action in row]
 
 
@@ -143,14 +143,14 @@ def test_orders_that_channels_cannot_bring() -> None:
 
 def test_the_driver_runs_the_code_of_each_microbatch_once() -> None:
     for choice in [own for name, own in CHOICES.items() if name != "gpipe"]:
-        row = Settings(**choice).programs(3).of("training", 5).rows[-1]
+        row = Settings(**choice).programs(3)["training", 5, 0].rows[-1]
         codes = [step for step in row if isinstance(step, UserCode)]
         assert sorted(codes) == sorted(UserCode(part, m) for part in "ab" for m in range(5))
 
 
 def test_tables_of_ones_own() -> None:
     tables = Settings(schedule=one_f_one_b, microbatches=4).programs(2)
-    assert tables.rank_of == (0, 1) and not tables.of("training", 4).splits
+    assert tables.rank_of == (0, 1) and not tables["training", 4, 0].splits
     assert tables.actions(3) == one_f_one_b(2, 3)
     with pytest.raises(ValueError, match="lacks"):
         Settings(schedule=lambda p, m: [row[:-1] for row in one_f_one_b(p, m)]).programs(2)
@@ -169,12 +169,12 @@ def test_tables_that_channels_cannot_run_are_refused_at_once() -> None:
 def test_tables_of_other_numbers_of_micro_batches() -> None:
     """They may split other backward passes, but must leave the stages where they are."""
     split_later = Settings(schedule=lambda p, m: (zb_h1 if m > 1 else one_f_one_b)(p, m), microbatches=4).programs(2)
-    assert split_later.of("training", 4).splits and not split_later.of("training", 1).splits
+    assert split_later["training", 4, 0].splits and not split_later["training", 1, 0].splits
     moved = Settings(schedule=lambda p, m: (interleaved if m == 4 else zbv)(p, m), microbatches=4).programs(2)
     with pytest.raises(
         ValueError, match=r"the table for 3 micro-batches has stages 0, 1, ... on processes \(0, 1, 1, 0"
     ):
-        moved.of("training", 3)
+        moved["training", 3, 0]
 
 
 def test_picture_of_the_driver_row() -> None:
@@ -184,7 +184,7 @@ def test_picture_of_the_driver_row() -> None:
 
 
 def test_rows_have_exchanges_of_ties_and_the_places_where_code_takes_outputs() -> None:
-    first, last = Programs(lambda m: one_f_one_b(2, m), loop(2)).of("training", 1).rows
+    first, last = Programs(lambda m: one_f_one_b(2, m), loop(2))["training", 1, 0].rows
     assert repr([first[0], first[-1]]) == "[TIED_VALUES, TIED_GRADIENTS]" == repr([last[0], last[-1]])
     assert not any(isinstance(operation, Result) for operation in first)
     assert last[[*last].index(Action("F", 0, 1)) + 1] == Result(0)
@@ -192,6 +192,6 @@ def test_rows_have_exchanges_of_ties_and_the_places_where_code_takes_outputs() -
 
 def test_backward_passes_at_once_follow_all_receives_and_precede_all_sends() -> None:
     tables = Programs(lambda m: gpipe(3, m), loop(3), at_once=True)
-    assert " ".join(map(repr, tables.of("backward", 2).rows[1])) == (
+    assert " ".join(map(repr, tables["backward", 2, 0].rows[1])) == (
         "1RECV_B1 1RECV_B0 1B1 1B0 1SEND_B1 1SEND_B0 TIED_GRADIENTS"
     )

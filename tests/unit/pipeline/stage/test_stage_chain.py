@@ -59,7 +59,7 @@ class Chain:
     def run(self, input: Any, number: int) -> tuple[Any, list[Tensor]]:
         """The output, and the gradient of the sum of its squares for the tensor in the input that wants one."""
         parts = split(pack_objects(input), 3)
-        this = Pass(number, len(parts), True, self.mode, False, 1, PassContext.capture("cpu"))
+        this = Pass(number, len(parts), True, self.mode, 1, PassContext.capture("cpu"))
         outputs = []
         with torch.no_grad():
             for m, part in enumerate(parts):

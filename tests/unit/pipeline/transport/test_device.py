@@ -143,7 +143,7 @@ def test_a_tensor_on_another_device_is_refused(ends: tuple[DeviceSender, DeviceR
 
 
 def a_pass(number: int) -> Pass:
-    return Pass(number, 2, True, "never", False, 0, PassContext.capture("cpu"))
+    return Pass(number, 2, True, "never", 0, PassContext.capture("cpu"))
 
 
 def test_edges_leave_out_gradients_that_nothing_requires(transports: Two) -> None:
