@@ -34,7 +34,7 @@ from strategies.lightning.hooks import Undo, add_to_progress_bar
 from strategies.pipeline.control.client import RemoteStage
 from strategies.pipeline.control.clocks import Clock
 from strategies.pipeline.driver import BatchRecording, Pipeline
-from strategies.pipeline.stage.records import Record, Recorded
+from strategies.pipeline.stage.records import ProcessRecords, Record
 from strategies.planning.imbalance import STEPS_TO_ASSESS, LastSteps, assess, measured_step
 from strategies.planning.measured import (
     from_first_forward,
@@ -267,7 +267,7 @@ class PipelineMonitor(Callback):
         self,
         trainer: Trainer,
         step: _RecordedStep,
-        recorded: Sequence[Recorded],
+        recorded: Sequence[ProcessRecords],
         rows: Sequence[Sequence[Record]],
         names: Sequence[str],
     ) -> None:
@@ -302,7 +302,7 @@ class PipelineMonitor(Callback):
             self._note(trainer, "imbalance", line=line)
             rank_zero_info(f"PipelineMonitor: {line}")
 
-    def _on_one_clock(self, pipeline: Pipeline, recorded: Sequence[Recorded]) -> list[list[Record]]:
+    def _on_one_clock(self, pipeline: Pipeline, recorded: Sequence[ProcessRecords]) -> list[list[Record]]:
         """Return the records of each process with times on the driver's clock."""
         if self._clocks is None or self._clocks[0] is not pipeline.remotes:
             self._clocks = pipeline.remotes, [Clock(remote) for remote in pipeline.remotes]

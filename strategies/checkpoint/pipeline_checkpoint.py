@@ -45,7 +45,7 @@ from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.state.shelved import ShelvedTensor, is_shelved, put_values, shelved_tensors, values_of
 from strategies.sharding.divided_layers import tensor_group
 
-Names = dict[str, tuple[int, str]]
+ShelfPaths = dict[str, tuple[int, str]]
 """Tensors on the shelf of a stage: key in the checkpoint ──▶ number of the part on the shelf, and path in this part."""
 
 
@@ -165,7 +165,7 @@ class StageStates:
     def _save_sharded(self, checkpoint: Mapping[str, Any], path: Path) -> None:
         remotes = self._pipeline.remotes
         tensors, bare = sharded_tensors(checkpoint), sharded_tensors(without_values(checkpoint))
-        names: list[Names] = [{} for _ in remotes]
+        names: list[ShelfPaths] = [{} for _ in remotes]
         for key, tensor in tensors.items():
             if isinstance(tensor, ShelvedTensor):
                 part, there, _ = tensor.relay_wanted
@@ -312,7 +312,7 @@ def write_shard(shards: Path, plan: SavePlan, tensors: Mapping[str, Tensor]) -> 
     return dcp.FileSystemWriter(shards).write_data(planner.finish_plan(plan), planner).value()
 
 
-def _write_shelved(stage: Any, shards: Path, plan: SavePlan, names: Names) -> list[WriteResult]:
+def _write_shelved(stage: Any, shards: Path, plan: SavePlan, names: ShelfPaths) -> list[WriteResult]:
     """Write the tensors on the shelf of the stage behind an ``RRef``. Runs on an RPC thread of the stage's worker."""
     shelf = stage.local_value().hosted.shelf
     return write_shard(shards, plan, {key: shelf[number][path] for key, (number, path) in names.items()})

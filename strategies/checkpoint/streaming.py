@@ -48,7 +48,7 @@ def save(checkpoint: Any, file: BinaryIO, late: LateTensors | None) -> None:
             values = late.read(tensors)
         return next(values)
 
-    class Pickler(pickle.Pickler):
+    class StreamPickler(pickle.Pickler):
         def reducer_override(self, obj: Any) -> Any:
             if not isinstance(obj, Tensor) or late is None or not late.has(obj):
                 return NotImplemented
@@ -56,7 +56,7 @@ def save(checkpoint: Any, file: BinaryIO, late: LateTensors | None) -> None:
             return _LateStorage(obj, partial(read, len(tensors) - 1)).reduced()
 
     try:
-        torch.save(checkpoint, file, pickle_module=SimpleNamespace(Pickler=Pickler, __name__=pickle.__name__))
+        torch.save(checkpoint, file, pickle_module=SimpleNamespace(Pickler=StreamPickler, __name__=pickle.__name__))
     finally:
         tensors.clear()  # the class is in a reference cycle, so it lives until the next garbage collection
         values = iter(())

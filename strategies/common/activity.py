@@ -42,7 +42,7 @@ class Progress:
     stack: str
 
 
-class Note:
+class ActivityFile:
     """A file with the current or most recent activity of the process that writes it.
 
     The file is mapped into memory, so its content remains if the process is killed.
@@ -71,7 +71,7 @@ class Activity:
     def __init__(self, note: Path | None = None) -> None:
         self.num_done, self._doing, self._waits, self._idle = 0, "", False, False
         self._thread: threading.Thread | None = None
-        self._note = Note(note) if note is not None else None
+        self._note = ActivityFile(note) if note is not None else None
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -97,7 +97,7 @@ class DataParallelStrategy(StrategyPlugin, ParallelStrategy):
         _check(model)
         self.model_to_device()
         super().setup(trainer)
-        self._replicas = _Replicas(_StepModule(model), device_ids=self.parallel_devices)
+        self._replicas = _UngatheredReplicas(_StepModule(model), device_ids=self.parallel_devices)
 
     def barrier(self, name: str | None = None) -> None:
         """Return at once: there is one process."""
@@ -209,7 +209,7 @@ class _StepModule(nn.Module):
         return ReplicaResult(len(tensors[0]) if tensors[0].ndim else 1, logged, output)
 
 
-class _Replicas(DataParallel):
+class _UngatheredReplicas(DataParallel):
     """Returns the results of the replicas as a list instead of gathering them into one."""
 
     def gather(self, outputs: Any, output_device: Any) -> list[ReplicaResult]:

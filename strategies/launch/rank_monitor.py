@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from strategies.common.activity import Note, noted
+from strategies.common.activity import ActivityFile, noted
 from strategies.common.errors import is_consequence
 from strategies.common.torch_compat import default_store, forget_group_names, has_excepthook_of_groups
 from strategies.launch.host_links import HostLinks
@@ -83,7 +83,7 @@ class RankMonitor:
         self, processes: Sequence[subprocess.Popen], notes: Sequence[int], before: Mapping[str, str | None]
     ) -> None:
         self.processes, self._notes, self._before = list(processes), list(notes), before
-        self._note = Note(_path(notes[0])) if notes else None
+        self._note = ActivityFile(_path(notes[0])) if notes else None
         self.calls = 0
         """The number of calls of a Trainer that all ranks have entered."""
         self._lost, self._is_known, self._excepthook = "", False, sys.excepthook
@@ -258,7 +258,7 @@ class MonitoredRank:
     """
 
     def __init__(self, place: str, of_rank_0: str) -> None:
-        self.note, self._of_rank_0, self.calls = Note(Path(place)), Path(of_rank_0), 0
+        self.note, self._of_rank_0, self.calls = ActivityFile(Path(place)), Path(of_rank_0), 0
         self._how = ""
         """How the rank has left its last call."""
 

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from strategies.optim.restricted import parameters_of, put_together, taken_apart
 
-Rows = slice | EllipsisType
+RowIndex = slice | EllipsisType
 """An index of a parameter: a slice for some of its rows, or ``...`` for the whole parameter, even if it is a scalar."""
 
 ELEMENTS = 3
@@ -57,7 +57,7 @@ def small_parameters(
     return made
 
 
-def rows_of(small: Tensor, rows: Rows) -> Tensor:
+def rows_of(small: Tensor, rows: RowIndex) -> Tensor:
     """Return a parameter that consists of some rows of a small parameter."""
     if rows is ...:
         return small
@@ -70,7 +70,7 @@ def small_copy(
     optimizer: Optimizer,
     small: Mapping[int, Tensor],
     share: Sequence[Tensor],
-    rows: Rows,
+    rows: RowIndex,
     way: CopyingWay,
 ) -> Optimizer:
     """Return a copy of the optimizer over some of the small parameters, or over some of their rows."""
@@ -111,7 +111,7 @@ def _copied(value: Any, memo: Mapping[int, Any]) -> Any:
         return value
 
 
-def _small_state(value: Any, original: Tensor, small: Tensor, memo: Mapping[int, Any], rows: Rows) -> Any:
+def _small_state(value: Any, original: Tensor, small: Tensor, memo: Mapping[int, Any], rows: RowIndex) -> Any:
     """Return the part of a state for the first elements of its parameter, or for some rows of these elements."""
     if isinstance(value, list | tuple):
         return type(value)([_small_state(item, original, small, memo, rows) for item in value])

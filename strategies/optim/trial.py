@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from strategies.common.random_seeds import generator_states, used_since
 from strategies.optim.calls import INSTEAD, draws_message, hyperparameters, set_hyperparameters
 from strategies.optim.restricted import parameters_of
-from strategies.optim.small_copies import WAYS, CopyingWay, Rows, mode_switch, undisturbed
+from strategies.optim.small_copies import WAYS, CopyingWay, RowIndex, mode_switch, undisturbed
 from strategies.optim.trial_process import TrialProcess
 
 _STEPS = 10
@@ -122,7 +122,7 @@ def _shares(
     return [[p for group in groups for p in [p for p in group if id(p) in own][:number]] for own in owned]
 
 
-def _tried(optimizer: Optimizer, shares: Sequence[tuple[Sequence[Tensor], Rows]], *, leads: bool) -> str:
+def _tried(optimizer: Optimizer, shares: Sequence[tuple[Sequence[Tensor], RowIndex]], *, leads: bool) -> str:
     """Describe the difference, for the first way to copy that works; return an empty string if nothing differs.
 
     Args:
@@ -160,7 +160,7 @@ class _Trial:
         self,
         optimizer: Optimizer,
         sample: Sequence[Tensor],
-        shares: Sequence[tuple[Sequence[Tensor], Rows]],
+        shares: Sequence[tuple[Sequence[Tensor], RowIndex]],
         way: CopyingWay,
         *,
         leads: bool,

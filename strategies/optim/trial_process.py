@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from strategies.optim.calls import hyperparameters
 from strategies.optim.restricted import is_by_element
-from strategies.optim.small_copies import CopyingWay, Rows, rows_of, small_copy, small_parameters
+from strategies.optim.small_copies import CopyingWay, RowIndex, rows_of, small_copy, small_parameters
 
 _TOLERANCE = 1e-4
 
@@ -32,7 +32,7 @@ class TrialProcess:
     """
 
     def __init__(
-        self, optimizer: Optimizer, sample: Sequence[Tensor], share: Sequence[Tensor], rows: Rows, way: CopyingWay
+        self, optimizer: Optimizer, sample: Sequence[Tensor], share: Sequence[Tensor], rows: RowIndex, way: CopyingWay
     ) -> None:
         numbers = {id(p): k for k, p in enumerate(sample)}
         small = {
@@ -107,7 +107,7 @@ def _common_state(optimizer: Optimizer) -> dict[Any, Any]:
     return {key: state for key, state in optimizer.state.items() if not isinstance(key, Tensor)}
 
 
-def _rows_of_state(state: Any, shape: Sequence[int], rows: Rows) -> Any:
+def _rows_of_state(state: Any, shape: Sequence[int], rows: RowIndex) -> Any:
     """Return a state for some rows: tensors with an entry for each element of the parameter are cut to these rows."""
     if isinstance(state, dict):
         return {key: _rows_of_state(value, shape, rows) for key, value in state.items()}

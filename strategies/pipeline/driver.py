@@ -52,11 +52,11 @@ from strategies.pipeline.control.client import (
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.control.hanging_stages import Watch
 from strategies.pipeline.executor.executor import Executor, FillDrain, PipelineParts
-from strategies.pipeline.executor.per_microbatch import Code, PerMicrobatch, Shares
+from strategies.pipeline.executor.per_microbatch import PerMicrobatch, Shares, UserStep
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.optim.optimizers import PipelineOptimizers
 from strategies.pipeline.optim.replicas import Averaging, Replicas, SharedSteps, connected
-from strategies.pipeline.partition.blocks.calls import Value, call_blocks
+from strategies.pipeline.partition.blocks.calls import PlannedCalls, call_blocks
 from strategies.pipeline.partition.blocks.recorder import DeferredBlocks, FindRows
 from strategies.pipeline.partition.bypass import BypassCheck
 from strategies.pipeline.partition.sequential import Pipelined, cut
@@ -67,7 +67,7 @@ from strategies.pipeline.stage.edges import Edges
 from strategies.pipeline.stage.layers import PassContext, call_in_turn
 from strategies.pipeline.stage.microbatch.split import NoChunk
 from strategies.pipeline.stage.recorder import ActionRecorder
-from strategies.pipeline.stage.records import Recorded
+from strategies.pipeline.stage.records import ProcessRecords
 from strategies.pipeline.stage.side_outputs import SideOutputs
 from strategies.pipeline.stage.stage import Stage, chunks_of
 from strategies.pipeline.state.carriers import InSlot, Origin, Parcel, pickled
@@ -108,7 +108,7 @@ class ModelCopy:
 
 
 @dataclass(frozen=True)
-class _Running:
+class _RunningParts:
     """The state of a pipeline between :meth:`Pipeline.start` and :meth:`Pipeline.close`."""
 
     executor: Executor
@@ -125,7 +125,7 @@ class _Running:
 
 
 @dataclass(frozen=True)
-class _Workers:
+class _Connections:
     """The connected workers of a pipeline."""
 
     transport: Transport | None = None
@@ -160,8 +160,8 @@ class BatchRecording:
     def __init__(self, pipeline: "Pipeline", batch: int) -> None:
         self._pipeline, self.batch = pipeline, batch
         self.begin, self.balance = time.perf_counter(), pipeline.balance
-        self._answers: Callable[[], list[Recorded]] | None = None
-        self._records: list[Recorded] | None = None
+        self._answers: Callable[[], list[ProcessRecords]] | None = None
+        self._records: list[ProcessRecords] | None = None
         self._is_lost = False
 
     def begin_again(self) -> None:
@@ -183,7 +183,7 @@ class BatchRecording:
         if self._answers is None:
             self._answers = self._pipeline.stop_recording()
 
-    def take(self) -> list[Recorded] | None:
+    def take(self) -> list[ProcessRecords] | None:
         """Wait for the records of a stopped recording.
 
         Returns:
@@ -289,7 +289,7 @@ class Pipeline(NotCopyable):
             self._blocks = DeferredBlocks(module, self._run_blocks, path, model, is_reversed=is_reversed)
         self._bypass = BypassCheck(module, path)
         self._gathers_on_end = gathers_on_end
-        self._running: _Running | None = None
+        self._running: _RunningParts | None = None
         self._workers: Workers | Ranks | None = None
         """The processes of the current session."""
         self._recovery_settings, self._together = recovery, together
@@ -333,7 +333,7 @@ class Pipeline(NotCopyable):
             return step.call(input)
         return self._usable().fill_drain(input)
 
-    def _run_blocks(self, value: Value, find_rows: FindRows, list_number: int) -> Any:
+    def _run_blocks(self, value: PlannedCalls, find_rows: FindRows, list_number: int) -> Any:
         """Run the recorded block calls of one micro-batch, or those of a whole batch, which is split if possible."""
         if not self._bypass.has_run:
             self._bypass.note_call()
@@ -386,7 +386,7 @@ class Pipeline(NotCopyable):
 
     def interleave(
         self,
-        codes: Sequence[Code],
+        codes: Sequence[UserStep],
         weights: Sequence[float],
         context: PassContext,
         scale: float = 1.0,
@@ -401,7 +401,7 @@ class Pipeline(NotCopyable):
         assert per_microbatch is not None, f"schedule={self.settings.schedule!r} runs whole batches"
         return per_microbatch.run(codes, weights, context, scale, shares, factor)
 
-    def _usable(self) -> _Running:
+    def _usable(self) -> _RunningParts:
         """Return the running pipeline. After an error that the user caught, start a new one with the same state.
 
         Raises:
@@ -499,7 +499,7 @@ class Pipeline(NotCopyable):
         for remote in self.remotes:
             remote.ask(StageCommands.record, True)  # the answer is empty
 
-    def stop_recording(self) -> Callable[[], list[Recorded]]:
+    def stop_recording(self) -> Callable[[], list[ProcessRecords]]:
         """Stop recording. :class:`BatchRecording` calls this.
 
         Returns:
@@ -567,7 +567,9 @@ class Pipeline(NotCopyable):
         """The memory of all processes that is used to replace lost workers, in bytes."""
         return self._recovery.size_bytes if self._recovery is not None else 0
 
-    def _recovering(self, workers: _Workers, session: ExitStack, threads: int, ending: ExitStack) -> Recoverer | None:
+    def _recovering(
+        self, workers: _Connections, session: ExitStack, threads: int, ending: ExitStack
+    ) -> Recoverer | None:
         """Return the object that replaces lost workers; ``None`` if a lost worker ends the run."""
         if self._recovery_settings is None or not workers.remotes:
             return None
@@ -694,7 +696,7 @@ class Pipeline(NotCopyable):
 
     def _start(
         self, parcels: Sequence[Parcel], numbers: list[list[list[int]]], holders: list[Holder], ending: ExitStack
-    ) -> _Running:
+    ) -> _RunningParts:
         """Start everything. If an error occurs, ``ending`` ends what has been started.
 
         Adds an entry to ``holders`` for each stage whose layers have left this process.
@@ -754,7 +756,7 @@ class Pipeline(NotCopyable):
         if recovery is not None:
             ending.callback(recovery.end)
             recovery.start()
-        return _Running(*executing, states, copies, holders, ending=ending.pop_all())
+        return _RunningParts(*executing, states, copies, holders, ending=ending.pop_all())
 
     def _executing(
         self,
@@ -893,7 +895,7 @@ class Pipeline(NotCopyable):
         *,
         client: Callable[[int, str, Any, StageProcess], RemoteStage],
         taken: Callable[[int, RemoteStage], None] = lambda i, remote: None,
-    ) -> _Workers:
+    ) -> _Connections:
         """Start a worker for each stage but the last, place the stage's state on it, and connect all processes.
 
         Args:
@@ -904,7 +906,7 @@ class Pipeline(NotCopyable):
                 worker.
             taken: Called with the number and the client of a stage when its worker has the state.
         """
-        workers = self._connect(origins, threads, session, client) if origins else _Workers()
+        workers = self._connect(origins, threads, session, client) if origins else _Connections()
         for i, (origin, remote, unpacked) in enumerate(zip(origins, workers.remotes, workers.unpacked, strict=True)):
             group = workers.group
             assert group is not None
@@ -921,7 +923,7 @@ class Pipeline(NotCopyable):
         threads: int,
         session: ExitStack,
         client: Callable[[int, str, Any, StageProcess], RemoteStage],
-    ) -> _Workers:
+    ) -> _Connections:
         """Start the workers, which begin to load their states, and connect the data plane; see :meth:`_open`."""
         stages = [describe(i, layers) for i, layers in enumerate(self.stages[:-1])]
         processes = self._workers = Workers(stages) if self._world is None else Ranks(self._world)
@@ -955,7 +957,7 @@ class Pipeline(NotCopyable):
         self.failures.first.add_done_callback(partial(_abort, ref(transport)))
         if self._plane != GLOO:
             self.failures.first.add_done_callback(partial(_abort_on_workers, [ref(remote) for remote in clients]))
-        return _Workers(transport, clients, wait, group, unpacked)
+        return _Connections(transport, clients, wait, group, unpacked)
 
     # End
 
@@ -992,7 +994,7 @@ class Pipeline(NotCopyable):
         if gather:
             self.failures.raise_untold()
 
-    def _gather(self, running: _Running, *, with_grads: bool = False) -> None:
+    def _gather(self, running: _RunningParts, *, with_grads: bool = False) -> None:
         """Return the layers of the workers to this process, for each worker that can still send them."""
         executor = running.executor
         executor.side_outputs.end()
@@ -1005,7 +1007,7 @@ class Pipeline(NotCopyable):
         if lost is not None:
             raise lost
 
-    def _leave(self, running: _Running) -> None:
+    def _leave(self, running: _RunningParts) -> None:
         """Wait for the workers, but do not fetch their layers. From now on, reading these layers raises an error."""
         running.executor.side_outputs.end()
         self.wait()

@@ -58,7 +58,7 @@ _STEP_NUMBERS = 2**22
 """Maximum number of elements of a parameter on which a step is measured, to save memory and time."""
 
 
-class Layer(NamedTuple):
+class PlannedLayer(NamedTuple):
     """The cost of a layer, and the bytes it holds."""
 
     costs: LayerCosts
@@ -88,11 +88,11 @@ class _ByLayer(ABC):
 
     param_scale: float = field(default=4.0, kw_only=True)
 
-    def layers(self, module: nn.Sequential, sample: Any, example: Example, device: torch.device) -> list[Layer]:
+    def layers(self, module: nn.Sequential, sample: Any, example: Example, device: torch.device) -> list[PlannedLayer]:
         """Return the cost of each layer of an ``nn.Sequential``."""
         return measure_layers(module, sample, device, call_with_one, self._measured)
 
-    def block(self, block: nn.Module, value: Any, example: Example) -> tuple[Layer, Any]:
+    def block(self, block: nn.Module, value: Any, example: Example) -> tuple[PlannedLayer, Any]:
         """Return the cost of a block, and its output."""
         return self._measured(block, value)
 
@@ -101,7 +101,7 @@ class _ByLayer(ABC):
         return DriverPart(DriverCosts(), parameter_bytes(parameters, self.param_scale))
 
     @abstractmethod
-    def _measured(self, layer: nn.Module, value: Any) -> tuple[Layer, Any]:
+    def _measured(self, layer: nn.Module, value: Any) -> tuple[PlannedLayer, Any]:
         """Return the cost of a layer or block, and its output."""
 
 
@@ -142,7 +142,7 @@ class ByAction(_ByLayer):
     def _step(self, parameters: Iterable[Tensor]) -> float:
         return _step_seconds(parameters) if self.with_steps else 0.0
 
-    def _measured(self, layer: nn.Module, value: Any) -> tuple[Layer, Any]:
+    def _measured(self, layer: nn.Module, value: Any) -> tuple[PlannedLayer, Any]:
         for _ in range(WARM_UP_PASSES):
             timed_pass(layer, value)
             _split_pass(layer, value)
@@ -168,7 +168,7 @@ class ByAction(_ByLayer):
             parameter_bytes=parameter_bytes(layer.parameters(), self.param_scale),
             step=self._step(layer.parameters()),
         )
-        return Layer(costs, held), output
+        return PlannedLayer(costs, held), output
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class WithoutTimes(_ByLayer):
         costs = DriverCosts(after_bytes=float(kept))
         return DriverPart(costs, parameter_bytes(parameters, self.param_scale), peak, between_bytes=between)
 
-    def _measured(self, layer: nn.Module, value: Any) -> tuple[Layer, Any]:
+    def _measured(self, layer: nn.Module, value: Any) -> tuple[PlannedLayer, Any]:
         *_, kept = _split_pass(layer, value)  # creates gradients
         held, output = pass_bytes(layer, value)
         costs = LayerCosts(
@@ -194,10 +194,10 @@ class WithoutTimes(_ByLayer):
             kept_bytes=kept,
             parameter_bytes=parameter_bytes(layer.parameters(), self.param_scale),
         )
-        return Layer(costs, held), output
+        return PlannedLayer(costs, held), output
 
 
-def model_costs(costs: Costs[Layer, DriverPart], *, in_reverse: bool = False) -> ModelCosts:
+def model_costs(costs: Costs[PlannedLayer, DriverPart], *, in_reverse: bool = False) -> ModelCosts:
     """Return measured costs in the form for the search, with the time to send the input of each layer.
 
     Args:

@@ -18,7 +18,7 @@ from strategies.pipeline.partition.model_costs import Costs, Example, costs_of
 from strategies.pipeline.partition.profiling import first_microbatch
 from strategies.pipeline.partition.sequential import Pipelined, check_balance, check_lists, even_balance
 from strategies.pipeline.schedule.planned import PlannedSchedule
-from strategies.planning.action_costs import ByAction, DriverPart, Layer, WithoutTimes, model_costs
+from strategies.planning.action_costs import ByAction, DriverPart, PlannedLayer, WithoutTimes, model_costs
 from strategies.planning.plan_rows import ALLOCATOR_SHARE, MeasuredPasses, activation_peaks
 from strategies.planning.search import EFFORT, ModelCosts, search
 
@@ -155,7 +155,7 @@ def measure_actions(
     gradient_sets: int = 1,
     split: Callable[[int], Any] | None = None,
     with_steps: bool = False,
-) -> dict[int, Costs[Layer, DriverPart]]:
+) -> dict[int, Costs[PlannedLayer, DriverPart]]:
     """Measure the costs of a micro-batch for each layer and for the driver, for several numbers of micro-batches.
 
     Args:

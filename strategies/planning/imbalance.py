@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from strategies.pipeline.schedule.tables import KINDS, ActionTable, Placement, recomputed
-from strategies.pipeline.stage.records import LayerRecord, Record, Recorded
+from strategies.pipeline.stage.records import LayerRecord, ProcessRecords, Record
 from strategies.planning.measured import (
     from_first_forward,
     last_passes,
@@ -153,7 +153,7 @@ class LastSteps:
 
 def measured_step(
     rows: Sequence[Sequence[Record]],
-    recorded: Sequence[Recorded],
+    recorded: Sequence[ProcessRecords],
     balance: Sequence[int],
     *,
     whole_batch: bool,

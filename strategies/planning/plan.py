@@ -67,13 +67,13 @@ from strategies.pipeline.schedule.planned import AUTO
 from strategies.pipeline.schedule.program import ranks_of
 from strategies.pipeline.schedule.tables import SCHEDULES, Placement
 from strategies.pipeline.transport.slots import NUM_SLOTS
-from strategies.planning.action_costs import DriverPart, Layer, group_seconds, model_costs
+from strategies.planning.action_costs import DriverPart, PlannedLayer, group_seconds, model_costs
 from strategies.planning.automatic import input_bytes, measure_actions
 from strategies.planning.plan_rows import Measured, PlanRow, best_row, plan_row
 from strategies.sharding.gathered_layers import ReplicaGroup
 from strategies.sharding.single_rank import as_single_rank, as_single_replica
 
-_Costs: TypeAlias = Costs[Layer, DriverPart]
+_MeasuredCosts: TypeAlias = Costs[PlannedLayer, DriverPart]
 
 MAX_MICROBATCHES = 32
 """Maximum number of micro-batches of a sweep."""
@@ -268,7 +268,7 @@ def plan_table(
                 f"tensor_parallel_size={options.num_parts} divides values, but configure_model of "
                 f"{type(model).__name__} makes {late[0]}, in a run without memory. Build the model in __init__."
             )
-        return _Plan(trainer, model, data, options, choices, is_whole=is_whole).table()
+        return _ModelPlan(trainer, model, data, options, choices, is_whole=is_whole).table()
 
 
 def _prepared(trainer: Trainer, model: LightningModule, device: torch.device, *, is_late: bool) -> LightningModule:
@@ -373,7 +373,7 @@ class _Input:
     first: Callable[[int], Any] | None = None
 
 
-class _Plan:
+class _ModelPlan:
     """The measurement of one model.
 
     Args:
@@ -653,7 +653,7 @@ class _Plan:
 
     def _costs(
         self, given: _Input, ways: Sequence[tuple[int, str, int]]
-    ) -> tuple[_Input, dict[int, dict[int, _Costs]]]:
+    ) -> tuple[_Input, dict[int, dict[int, _MeasuredCosts]]]:
         """Return the measured input, and the costs by threads of a process and number of micro-batches."""
         if given.first is None:
             return given, self._costs_of(given, ways)
@@ -674,8 +674,8 @@ class _Plan:
         given = self._of_forward()
         return given, self._costs_of(given, ways)
 
-    def _costs_of(self, given: _Input, ways: Sequence[tuple[int, str, int]]) -> dict[int, dict[int, _Costs]]:
-        found: dict[int, dict[int, _Costs]] = {}
+    def _costs_of(self, given: _Input, ways: Sequence[tuple[int, str, int]]) -> dict[int, dict[int, _MeasuredCosts]]:
+        found: dict[int, dict[int, _MeasuredCosts]] = {}
         for stages, *_ in ways:
             threads = self._threads(stages)
             if threads in found:
@@ -725,7 +725,7 @@ class _Plan:
     def _measured(
         self,
         given: _Input,
-        costs: dict[int, _Costs],
+        costs: dict[int, _MeasuredCosts],
         sizes: Sizes,
         whole: Need,
         optimizers: Sequence[Optimizer],
@@ -827,7 +827,7 @@ class _Plan:
                     f"than the limit; {ways_out}"
                 )
 
-    def _note(self, costs: dict[int, dict[int, _Costs]]) -> None:
+    def _note(self, costs: dict[int, dict[int, _MeasuredCosts]]) -> None:
         """Add notes that explain the figures."""
         for measured in costs.values():
             for cost in measured.values():

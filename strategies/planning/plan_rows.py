@@ -25,7 +25,7 @@ from strategies.pipeline.partition.memory import Need
 from strategies.pipeline.partition.profiling import PassBytes
 from strategies.pipeline.schedule.program import ranks_of
 from strategies.pipeline.schedule.tables import SCHEDULES, ActionTable, Placement, recomputed
-from strategies.planning.action_costs import ACTION_SECONDS, DriverPart, Layer
+from strategies.planning.action_costs import ACTION_SECONDS, DriverPart, PlannedLayer
 from strategies.planning.search import ModelCosts, balanced, neighbours_of
 from strategies.planning.simulator import PerStage, Simulation, on_cores, with_driver_between
 
@@ -52,7 +52,7 @@ class MeasuredPasses:
         lengths: If the model has several lists of layers, the number of layers of each list.
     """
 
-    layers: Sequence[Layer]
+    layers: Sequence[PlannedLayer]
     driver: DriverPart
     microbatches: int
     checkpoint: str
@@ -131,7 +131,7 @@ class Measured(MeasuredPasses):
 
 
 @dataclass(frozen=True)
-class Process:
+class PlannedProcess:
     """The memory and the work of a process of a pipeline in a step.
 
     Attributes:
@@ -201,7 +201,7 @@ class PlanRow:
     schedule: str
     chunks_per_stage: int
     balance: list[int]
-    processes: list[Process]
+    processes: list[PlannedProcess]
     rows: int
     seconds: float | None = None
     idle: float | None = None
@@ -254,7 +254,7 @@ def plan_row(
         effort: The number of simulated actions that are spent on the balance.
     """
     named = SCHEDULES[schedule]
-    way = _Way(
+    way = _PlacedTable(
         measured,
         named.of(stages, measured.microbatches, chunks, measured.num_lists),
         named.placement(stages, chunks).repeated(measured.num_lists),
@@ -288,7 +288,7 @@ def plan_row(
 
 
 @dataclass(frozen=True)
-class _Way:
+class _PlacedTable:
     """A table with its placement, for a measured model.
 
     Attributes:
@@ -322,7 +322,7 @@ class _Way:
             return found, simulation
         return found, with_driver_between(simulation, measured.driver.costs.of_batch(measured.microbatches))
 
-    def processes(self, balance: Sequence[int]) -> list[Process]:
+    def processes(self, balance: Sequence[int]) -> list[PlannedProcess]:
         """Return the memory and the work of each process."""
         peaks = activation_peaks(self.table, self.placement, balance, self.measured, at_once=self.at_once)
         return _processes(self.placement, balance, self.measured, peaks, at_once=self.at_once)
@@ -343,7 +343,7 @@ class _Way:
             peak, found = least, best
 
 
-def _peak(processes: Sequence[Process]) -> int:
+def _peak(processes: Sequence[PlannedProcess]) -> int:
     """Return the largest peak in training. Before and after, the driver holds the whole model with any balance."""
     return max(process.training_bytes for process in processes)
 
@@ -371,10 +371,10 @@ def rank_of_row(placement: Placement) -> list[int]:
 
 def _processes(
     placement: Placement, balance: Sequence[int], measured: Measured, activations: Sequence[float], *, at_once: bool
-) -> list[Process]:
+) -> list[PlannedProcess]:
     ends = [0, *accumulate(balance)]
     needs = measured.needs_of(balance, placement)
-    processes: dict[int, Process] = {}
+    processes: dict[int, PlannedProcess] = {}
     for r, rank in enumerate(rank_of_row(placement)):
         layers = [layer for i in placement.stages_of(r) for layer in range(ends[i], ends[i + 1])]
         steps, is_driver = [measured.steps[layer] for layer in layers], r == placement.driver
@@ -383,7 +383,7 @@ def _processes(
         step, need = StepCost.of_all(steps), needs[rank]
         earlier = measured.earlier_gradients(need, at_once=at_once)
         freed = need.gradients - need.gradients // measured.num_owners
-        processes[rank] = Process(layers, need, round(activations[r]), step, earlier, freed)
+        processes[rank] = PlannedProcess(layers, need, round(activations[r]), step, earlier, freed)
         if is_driver:
             end = measured.end_bytes + need.gradients - freed if measured.end_bytes else 0
             processes[rank] = replace(processes[rank], start_bytes=measured.start_bytes, end_bytes=end)

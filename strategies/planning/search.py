@@ -749,7 +749,7 @@ def _with_better_orders(candidates: Sequence[_Candidate], budget: _Budget) -> li
     The starting points are the given candidates, sorted, and greedy orders for their balances and similar balances.
     """
     best = candidates[0]
-    starts: dict[_Key, _Candidate] = {}
+    starts: dict[_CandidateKey, _Candidate] = {}
 
     def consider(candidate: _Candidate) -> None:
         starts.setdefault(_key(candidate), candidate)
@@ -923,10 +923,10 @@ def _with_better_path(candidate: _Candidate, budget: _Budget) -> _Candidate:
     return best
 
 
-_Key: TypeAlias = tuple[tuple[int, ...], tuple[tuple[Action, ...], ...]]
+_CandidateKey: TypeAlias = tuple[tuple[int, ...], tuple[tuple[Action, ...], ...]]
 
 
-def _key(candidate: _Candidate) -> _Key:
+def _key(candidate: _Candidate) -> _CandidateKey:
     return tuple(candidate.balance), tuple(map(tuple, candidate.prepared.table))
 
 

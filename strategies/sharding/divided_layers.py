@@ -351,14 +351,14 @@ class PartOfTensor(Protocol):
         """Return the shape of the whole tensor, given that of a part."""
 
 
-_Kind = Literal["columns", "rows", "vocabulary", "whole", "experts"]
+_DivisionKind = Literal["columns", "rows", "vocabulary", "whole", "experts"]
 
 
 @dataclass(frozen=True)
 class Style:
     """A style of a plan: how the parameters of a layer are divided, and its hooks."""
 
-    kind: _Kind
+    kind: _DivisionKind
     make: Callable[..., DividedLayer]
     packed: int = 1
 

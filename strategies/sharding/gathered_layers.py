@@ -304,7 +304,7 @@ class _Gathered(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class _View:
+class _KeptView:
     """What autograd keeps in place of a view of a whole parameter."""
 
     divided: _Divided
@@ -352,7 +352,7 @@ class _Kept:
         return self.tensor
 
 
-def _unpacked(kept: _View | _Kept) -> Tensor:
+def _unpacked(kept: _KeptView | _Kept) -> Tensor:
     return kept.gathered()
 
 
@@ -397,7 +397,7 @@ class GatheredLayer(DividedLayer):
                 return others[0](tensor) if is_nested else _Kept.of(tensor)
             divided, parameter = found
             place = tensor.size(), tensor.stride(), int(tensor.storage_offset())
-            return _View(divided, parameter, version_of(parameter), *place)
+            return _KeptView(divided, parameter, version_of(parameter), *place)
 
         # Within torch.utils.checkpoint, the whole forward pass is repeated, and its hooks keep nothing.
         if torch.is_grad_enabled() and (others is None or is_nested):

@@ -2,6 +2,7 @@
 
 import ast
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 from paths import ROOT
@@ -296,14 +297,28 @@ def is_mirrored(module: Path) -> bool:
     return any((TESTS / file).is_file() for file in mirrored(module))
 
 
+def classes_and_types(file: Path) -> Iterator[str]:
+    """Yield the names of all classes in a file, and of its aliases of types, without underscores in front.
+
+    Such an alias is a variable of a module with a name like that of a class. Type variables are none.
+    """
+    tree = ast.parse(file.read_text())
+    yield from (node.name.lstrip("_") for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    for node in tree.body:
+        target = (
+            node.target if isinstance(node, ast.AnnAssign) else node.targets[0] if isinstance(node, ast.Assign) else 0
+        )
+        if isinstance(target, ast.Name) and "TypeVar" not in ast.unparse(node):
+            name = target.id.lstrip("_")
+            if name[:1].isupper() and not name.isupper():
+                yield name
+
+
 def test_no_two_classes_have_one_name() -> None:
-    names = Counter(
-        node.name
-        for folder in ("strategies", "trainer")
-        for file in (ROOT / folder).rglob("*.py")
-        for node in ast.parse(file.read_text()).body
-        if isinstance(node, ast.ClassDef)
-    )
+    """Neither if one of them is private, nor if one of them is another name of a type."""
+    files = [file for folder in ("strategies", "trainer") for file in (ROOT / folder).rglob("*.py")]
+    names = Counter(name for file in files for name in classes_and_types(file))
+    names["Trainer"] -= 1  # compat.py also gives Lightning's
     assert [name for name, number in names.items() if number > 1] == []
 
 

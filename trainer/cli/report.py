@@ -10,7 +10,7 @@ from trainer.report.page import page
 from trainer.report.run_folder import UnusableFolder, read_run
 
 
-class _Parser(ArgumentParser):
+class _ReportParser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         _end(f"{message}; usage: python -m trainer report RUN_FOLDER [--output FILE]")
 
@@ -21,7 +21,7 @@ def run(args: list[str]) -> None:
     Raises:
         SystemExit: With status 2, after one line on stderr, if arguments or folder are wrong.
     """
-    parser = _Parser(
+    parser = _ReportParser(
         prog="python -m trainer report",
         description="Write one HTML file that shows a run: balance, losses, step times, timetables, memory, events.",
         allow_abbrev=False,

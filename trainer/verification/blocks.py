@@ -163,7 +163,7 @@ def shorten_when_built(
     replaced(model, "configure_model", MethodType(configure_model, model))
 
 
-class _Repeated(NamedTuple):
+class _RepeatedGroups(NamedTuple):
     """Consecutive groups of layers that perform the same computation.
 
     Attributes:
@@ -181,14 +181,14 @@ class _Repeated(NamedTuple):
         return max(0, self.number - number) * self.length
 
 
-def _repeated(layers: Sequence[nn.Module]) -> _Repeated:
+def _repeated(layers: Sequence[nn.Module]) -> _RepeatedGroups:
     """Return the groups that cover most layers; of several, the smallest groups: ``a bc bc bc d``, 3 groups of 2."""
-    kinds, longest = kinds_of(layers), _Repeated(0, min(1, len(layers)), 1)
+    kinds, longest = kinds_of(layers), _RepeatedGroups(0, min(1, len(layers)), 1)
     for length in range(1, len(kinds) // 2 + 1):
         start = 0
         for is_same, group in groupby(kinds[i] == kinds[i + length] for i in range(len(kinds) - length)):
             same = len(list(group))
-            found = _Repeated(start, same // length + 1, length)
+            found = _RepeatedGroups(start, same // length + 1, length)
             if is_same and found.number > 1 and found.number * length > longest.number * longest.length:
                 longest = found
             start += same

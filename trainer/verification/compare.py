@@ -163,10 +163,10 @@ def findings(actual: RunRecord, expected: RunRecord, rounding: Rounding) -> list
     if actual.stopped_after != expected.stopped_after:
         number = min(each.stopped_after for each in (actual, expected) if each.stopped_after is not None)
         actual, expected = actual.first(number), expected.first(number)
-    return list(_Comparison(actual, expected, rounding).all())
+    return list(_RunComparison(actual, expected, rounding).all())
 
 
-class _Comparison:
+class _RunComparison:
     """Compares two runs.
 
     Args:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-Values = dict[str, Any]
+ValuesByName = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class LoggedOfRanks:
         of_epoch: The values of the epoch, of each rank.
     """
 
-    of_batches: list[Values]
-    of_epoch: list[Values]
+    of_batches: list[ValuesByName]
+    of_epoch: list[ValuesByName]
 
 
 def logged_of_ranks(
-    calls: Sequence[Sequence[LoggedCall]], ranks: int, of_batches: Sequence[Values], of_epoch: Mapping[str, Any]
+    calls: Sequence[Sequence[LoggedCall]], ranks: int, of_batches: Sequence[ValuesByName], of_epoch: Mapping[str, Any]
 ) -> LoggedOfRanks:
     """Return the values that the ranks must have logged.
 
@@ -68,7 +68,7 @@ def logged_of_ranks(
         of_batches: The values that one process has after each batch.
         of_epoch: The values that one process has after the epoch.
     """
-    now: list[Values] = [{} for _ in range(ranks)]  # a value remains until its name is logged again
+    now: list[ValuesByName] = [{} for _ in range(ranks)]  # a value remains until its name is logged again
     found = []
     for first in range(0, len(calls), ranks):
         together = calls[first : first + ranks]

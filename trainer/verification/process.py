@@ -147,10 +147,10 @@ def write_job(folder: Path, job: VerifiedJob) -> None:
     """Write the settings that the processes of a job have in common into a folder."""
     (folder / _PATHS).write_bytes(pickle.dumps([os.path.abspath(path) for path in sys.path]))
     with open(folder / _JOB, "wb") as file:
-        _Pickler(file).dump(job)
+        _ModulePickler(file).dump(job)
 
 
-class _Pickler(cloudpickle.Pickler):
+class _ModulePickler(cloudpickle.Pickler):
     """Pickles modules with parametrized tensors too, which torch refuses because their class is made at run time."""
 
     def reducer_override(self, obj: Any) -> Any:

@@ -32,7 +32,7 @@ from trainer.verification.recorder import StepWatch
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
-_Log = dict[str, list[tuple[float, Any, dict[str, Any]]]]
+_LoggedValues = dict[str, list[tuple[float, Any, dict[str, Any]]]]
 
 
 class NeedlessRun(Exception):
@@ -104,7 +104,7 @@ def run_microbatches(
     """
     original = model.training_step
     weights_of = LossWeights(model).of if by_tokens or has_own_weights(model) else None
-    logged: list[_Log] = [{}]
+    logged: list[_LoggedValues] = [{}]
     weight = [1.0]
 
     def collect(name: str, value: Any, settings: dict[str, Any]) -> None:
@@ -245,7 +245,7 @@ def _check_rows(model: LightningModule, batch: Any, sizes: Sequence[int]) -> Non
         raise MisconfigurationException(f"the micro-batches have {sum(sizes)} rows, but the batch has {rows}")
 
 
-def _log_means(model: LightningModule, logged: _Log) -> None:
+def _log_means(model: LightningModule, logged: _LoggedValues) -> None:
     for name, entries in logged.items():
         *_, (_, value, settings) = entries
         if settings.get("reduce_fx", "mean") != "mean" or not isinstance(value, Tensor | float | int):

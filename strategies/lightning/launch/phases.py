@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-from strategies.common.activity import Note
+from strategies.common.activity import ActivityFile
 from strategies.common.patching import replaced
 from strategies.lightning.compat import Strategy
 
@@ -22,7 +22,7 @@ _PHASES = {
 
 
 @contextmanager
-def noting_phases(strategy: Strategy, note: Note) -> Iterator[None]:
+def noting_phases(strategy: Strategy, note: ActivityFile) -> Iterator[None]:
     """Write to ``note`` which phase begins, whenever Lightning calls the strategy."""
 
     def begin(what: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

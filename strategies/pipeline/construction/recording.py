@@ -41,7 +41,7 @@ _OVERWRITING = ("uniform_", "normal_", "exponential_", "random_", "log_normal_",
 
 
 @dataclass
-class _Recorded:
+class _RecordedStorage:
     """A storage without memory.
 
     Attributes:
@@ -68,7 +68,7 @@ class Construction:
         """Whether a torch function that the code has called with a recorded tensor is still running."""
         self._overwrites: set[int] = set()
         """Numbers of the steps that overwrite a whole storage."""
-        self._recorded: dict[int, _Recorded] = {}
+        self._recorded: dict[int, _RecordedStorage] = {}
         self._adopted: set[int] = set()
         """Numbers of storages that were on ``meta`` before the recording, so that they have no values yet."""
         self._latest: tuple[int, int, UntypedStorage] | None = None
@@ -178,7 +178,7 @@ class Construction:
         return number in self._adopted and not self._recorded[number].writers
 
     def _record(self, tensor: Tensor) -> list[int]:
-        return self._recorded.setdefault(storage_key(tensor), _Recorded(tensor.untyped_storage())).writers
+        return self._recorded.setdefault(storage_key(tensor), _RecordedStorage(tensor.untyped_storage())).writers
 
     def view(self, tensor: Tensor) -> View:
         """Return the geometry of a recorded tensor.

@@ -404,7 +404,7 @@ class StageLog(Protocol):
     def overcome(self, failures: Failures, error: Exception) -> None: ...
 
 
-class _Order:
+class _SentCalls:
     """Calls without results."""
 
     is_answered = True
@@ -701,7 +701,7 @@ class RemoteStage(NotCopyable):
             return
         calls: list[Call] = [*self._taken_from_queue(), call]
         if self._log is not None:
-            order = _Order(self, calls)
+            order = _SentCalls(self, calls)
             self._log.perform(order, order.run)
         elif self._link is None:
             self.call(calls, Future())

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from strategies.commands.declaration import Call, command
 from strategies.optim.calls import MethodCall
-from strategies.pipeline.control.operations import GradientOf, Name, Operation, WorkerTensor
+from strategies.pipeline.control.operations import GradientOf, Name, TensorOperation, WorkerTensor
 from strategies.pipeline.control.parts import Part, PartKind, Piece
 from strategies.pipeline.stage.layers import PassContext
 from strategies.pipeline.stage.passes import Pass
-from strategies.pipeline.stage.records import Recorded
+from strategies.pipeline.stage.records import ProcessRecords
 from strategies.pipeline.transport.journal import Comparison
 from strategies.pipeline.transport.slots import SlotAddress
 
@@ -76,7 +76,7 @@ class StageCommands(Protocol):
         """
 
     @command(can_wait=True)
-    def compute(self, operation: Operation, dtype: torch.dtype) -> None:
+    def compute(self, operation: TensorOperation, dtype: torch.dtype) -> None:
         """Run an operation on values of this stage, with the default dtype of the driver."""
 
     # Gradients
@@ -214,7 +214,7 @@ class StageCommands(Protocol):
     # Profiling
 
     @command(changes_values=False, doing="handing over records")
-    def record(self, goes_on: bool) -> Recorded:
+    def record(self, goes_on: bool) -> ProcessRecords:
         """Return the recording of when the stage waited, computed and sent; it is empty if there was none.
 
         Args:

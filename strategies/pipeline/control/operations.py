@@ -12,7 +12,7 @@ from torch import Tensor
 Name = tuple[int, str]
 """A parameter or buffer, by its module's number in the stage and its name there."""
 
-Key = int | Name
+OperandKey = int | Name
 """A computed value by number, or a parameter or buffer."""
 
 
@@ -41,7 +41,7 @@ class WorkerTensor:
         view: Strides of the tensor, if it is a view of the value.
     """
 
-    key: Key
+    key: OperandKey
     base: Strides
     view: Strides | None
 
@@ -54,7 +54,7 @@ class GradientOf:
 
 
 @dataclass(frozen=True)
-class Operation:
+class TensorOperation:
     """One operator of ATen with its arguments; references stand for tensors.
 
     Attributes:

@@ -376,7 +376,7 @@ class FillDrain:
         executor = self._executor
         if (recorder := executor.stage.recorder) is not None and this.list_number and recorder.pass_of_code >= 0:
             recorder.end("b", 0, self._first(this.list_number), this.number)
-        code = _Code(executor, this, parts)
+        code = _BatchCode(executor, this, parts)
         executor.run("forward", this, code)
         if executor.stage.recorder is not None:
             executor.stage.recorder.begin(pass_of_code=this.number)  # the user's code runs until the backward part
@@ -418,7 +418,7 @@ class FillDrain:
             for m, flags in enumerate(required):
                 ends.output_grads.send([next(ahead) for flag in flags if flag], this.number, m)
             executor.carry_changes()  # autograd computes no gradients for parameters that were frozen since
-            code = _Code(executor, this, answered=bool(inputs))
+            code = _BatchCode(executor, this, answered=bool(inputs))
             executor.run("backward", this, code)
         if recorder is not None and this.list_number:
             recorder.begin(pass_of_code=this.number)  # the backward pass of the code before this list
@@ -429,7 +429,7 @@ class FillDrain:
         return self._executor.programs.placement.firsts[list_number]
 
 
-class _Code:
+class _BatchCode:
     """The driver's code between the actions of a pass: sends inputs, receives outputs, receives gradients of inputs.
 
     Args:

@@ -48,7 +48,7 @@ from strategies.pipeline.stage.side_outputs import is_fresh
 from strategies.pipeline.stage.stage import GradientSlot, entered
 from strategies.sharding.gathered_layers import Event
 
-Code = Callable[[], Tensor | None]
+UserStep = Callable[[], Tensor | None]
 """The user's code for one micro-batch. It calls the module once and returns a loss, or ``None`` to skip training."""
 
 
@@ -81,7 +81,7 @@ class PerMicrobatch:
 
     def run(
         self,
-        codes: Sequence[Code],
+        codes: Sequence[UserStep],
         weights: Sequence[float],
         context: PassContext,
         scale: float = 1.0,
@@ -108,7 +108,7 @@ class PerMicrobatch:
             this = executor.begin(len(codes), grad=True, context=context, gathers=True)
             run = PendingPass(this, executor)
             gathered = GatheredGradients(self._parameters())
-            code = _TrainingStep(
+            code = _MicrobatchCode(
                 executor, self.steps, self._list_of, this, codes, [weight * scale * factor for weight in weights]
             )
             with gathered.gathering(), preserved_random_state(executor.stage.device), code.abandoned_on_error():
@@ -146,7 +146,7 @@ def _release(
     return []
 
 
-class _TrainingStep:
+class _MicrobatchCode:
     """Runs ``training_step`` for each micro-batch of one pass, between the actions of the driver.
 
     Args:
@@ -164,7 +164,7 @@ class _TrainingStep:
         steps: Steps,
         list_of: Mapping[int, int],
         this: Pass,
-        codes: Sequence[Code],
+        codes: Sequence[UserStep],
         weights: Sequence[float],
     ) -> None:
         self._executor, self._side_outputs = executor, executor.side_outputs
@@ -260,7 +260,7 @@ class _TrainingStep:
         with torch.enable_grad():
             return unpack_objects(output), slots
 
-    def _in_context(self, code: Code) -> Any:
+    def _in_context(self, code: UserStep) -> Any:
         with self._this.context.entered(grad=True):
             return code()
 

@@ -153,7 +153,7 @@ class SuspendedStep:
         self._random_state: list[Any] | None = None
         self._default_dtype: torch.dtype | None = None
         self._settings: _ThreadSettings | None = None
-        self._runs = _Runs(self, function)
+        self._runs = _StepGreenlet(self, function)
         self._suspended: greenlet = self._runs
         self._lead = getcurrent()
 
@@ -228,7 +228,7 @@ class SuspendedStep:
         return output
 
 
-class _Runs(greenlet):
+class _StepGreenlet(greenlet):
     """Runs the function of a step, and returns its exception."""
 
     def __init__(self, step: SuspendedStep, function: Callable[[], Any]) -> None:
@@ -270,7 +270,7 @@ class Steps:
         """The step that runs on this thread."""
         running: greenlet | None = getcurrent()
         while running is not None:  # training_step may start further greenlets
-            if isinstance(running, _Runs):
+            if isinstance(running, _StepGreenlet):
                 return running.step
             running = running.parent
         return None

@@ -264,7 +264,7 @@ def _run_sequential(module: nn.Sequential, device: torch.device, args: tuple[Any
     return run_layers(module, value, device, call=call_with_one)
 
 
-class Call(NamedTuple):
+class TimedPass(NamedTuple):
     """A forward or backward pass of a module: the number of its list of layers, and the clock at its begin and end."""
 
     number: int
@@ -272,7 +272,7 @@ class Call(NamedTuple):
     end: float
 
 
-def _change(calls: Sequence[Call], before: int, after: int) -> float:
+def _change(calls: Sequence[TimedPass], before: int, after: int) -> float:
     """Return the difference of the clock from the last call of one list to the first of another, if both are called."""
     for first, second in pairwise(calls):
         if (first.number, second.number) == (before, after):
@@ -307,8 +307,8 @@ class Runs(nn.Module):
         self._inputs: list[Tensor] = []
         self._returned: list[Tensor] = []
         self.clock: Callable[[], float] = time.perf_counter
-        self.called: list[Call] = []
-        self.differentiated: list[Call] = []
+        self.called: list[TimedPass] = []
+        self.differentiated: list[TimedPass] = []
 
     def between(self) -> list[tuple[float, float]]:
         """Return for each list but the last what the clock counted between its calls and those of the next list.
@@ -381,7 +381,7 @@ class Runs(nn.Module):
         for place, tensor in zip(places, made, strict=True):
             leaves[place] = tensor
         self._returned += made
-        self.called.append(Call(self._list_of[name], begin, self.clock()))
+        self.called.append(TimedPass(self._list_of[name], begin, self.clock()))
         return tree_unflatten(leaves, spec)
 
 
@@ -407,7 +407,7 @@ class _StandIn(torch.autograd.Function):
         begin = ctx.runs.clock()
         inputs = zip(ctx.inputs, ctx.devices, strict=True)
         made = [torch.ones_like(like, device=device) for like, device in inputs]
-        ctx.runs.differentiated.append(Call(ctx.number_of_list, begin, ctx.runs.clock()))
+        ctx.runs.differentiated.append(TimedPass(ctx.number_of_list, begin, ctx.runs.clock()))
         return (None, None, None, None, *[None] * ctx.number, *made)
 
 

@@ -33,7 +33,7 @@ from strategies.pipeline.stage.layers import (
 from strategies.pipeline.stage.microbatch.chunks import has_tensor
 from strategies.pipeline.stage.microbatch.split import pack_objects, unpack_objects
 from strategies.pipeline.stage.passes import Pass
-from strategies.pipeline.stage.skip import Key, skips_of
+from strategies.pipeline.stage.skip import SkipKey, skips_of
 
 
 class LocalEngine:
@@ -55,7 +55,7 @@ class LocalEngine:
         values: list[Any] = list(parts) if len(parts) == 1 else [unpack_objects(pack_objects(part)) for part in parts]
         if torch.is_grad_enabled():  # an in-place change by a layer must not count as a change of other micro-batches
             values = tree_map_only(Tensor, torch.clone, values)
-        skips: list[dict[Key, Tensor | None]] = [{} for _ in parts]
+        skips: list[dict[SkipKey, Tensor | None]] = [{} for _ in parts]
         for m, i in clock_cycles(len(parts), len(self._partitions)):
             values[m] = self._partitions[i].run(values[m], skips[m], m, this)
             if m == len(parts) - 1:
@@ -103,7 +103,7 @@ class _LocalPartition:
     def end_forward(self) -> None:
         self._layers.end_forward()
 
-    def run(self, value: Any, skips: dict[Key, Tensor | None], m: int, this: Pass) -> Any:
+    def run(self, value: Any, skips: dict[SkipKey, Tensor | None], m: int, this: Pass) -> Any:
         """Run the layers on a micro-batch. Removes popped skips from ``skips`` and adds stashed skips."""
         carried = _on(self._device, (value, {key: skips.pop(key) for key in self._popped if key in skips}))
         run = self._run_recomputed if _is_recomputed(m, this) else self._run_once

@@ -108,7 +108,7 @@ class RpcPartitions(NotCopyable):
         )
         whole = nn.Module()
         whole._modules.update(module._modules)
-        self._executor = _Executor(
+        self._executor = _PartitionExecutor(
             PipelineParts(
                 module=whole,
                 stages=[*(partitions[i].layers for i in elsewhere), StageLayers([range(0)])],
@@ -136,7 +136,7 @@ class RpcPartitions(NotCopyable):
         return [unpack_objects(output) for output in outputs]
 
 
-class _Executor(Executor):
+class _PartitionExecutor(Executor):
     """Runs passes on the partitions. A failure ends only the pass in which it occurs.
 
     Args:
@@ -178,7 +178,7 @@ class _Executor(Executor):
         self._transport.inbox.give_up(self.current)
 
 
-def _wake(executor: "weakref.ref[_Executor]", _: Any) -> None:
+def _wake(executor: "weakref.ref[_PartitionExecutor]", _: Any) -> None:
     if (known := executor()) is not None:
         known.give_up_here()
 

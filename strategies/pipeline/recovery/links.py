@@ -74,7 +74,7 @@ class LoggedSender:
 
     def send(self, value: Any, pass_number: int, microbatch: int, *, keep: int | None = None) -> bool:
         copy, size_bytes = copied(value)
-        sent = _Sent(self, copy, pass_number, microbatch, keep, size_bytes)
+        sent = _LoggedValue(self, copy, pass_number, microbatch, keep, size_bytes)
         self._log.perform(sent, lambda: self.inner.send(value, pass_number, microbatch, keep=keep))
         return any(tensor.requires_grad for tensor in tensors_of(value))
 
@@ -93,7 +93,7 @@ class LoggedSender:
 
 
 @dataclass(frozen=True)
-class _Sent:
+class _LoggedValue:
     """A copy of a value that the driver has sent."""
 
     sender: LoggedSender

@@ -286,7 +286,7 @@ def zbv(processes: int, microbatches: int) -> ActionTable:
     num = max(microbatches, 2 * processes - 1)  # as many as fill the pipeline; the surplus is left out below
     rows = []
     for r in range(processes):
-        row, (first, last) = _Row(), v(processes).stages_of(r)
+        row, (first, last) = _GrowingRow(), v(processes).stages_of(r)
         row.add(first, "F", times=2 * (processes - r) - 1)
         for _ in range(r):
             row.add(last, "F").add(first, "F")
@@ -474,7 +474,7 @@ def _delayed_weight_gradients(row: list[Action], *, delay: int) -> list[Action]:
     return [*filled, *pending]
 
 
-class _Row:
+class _GrowingRow:
     """A row under construction. Each kind of action of a stage takes the micro-batches in ascending order.
 
     Attributes:
@@ -486,7 +486,7 @@ class _Row:
         self.actions: list[Action] = []
         self.count: Counter[tuple[Kind, int]] = Counter()
 
-    def add(self, stage: int, *kinds: Kind, times: int = 1) -> _Row:
+    def add(self, stage: int, *kinds: Kind, times: int = 1) -> _GrowingRow:
         """Append an action of each kind, for the next micro-batch of this kind; do this ``times`` times."""
         for kind in kinds * times:
             self.actions.append(Action(kind, self.count[kind, stage], stage))

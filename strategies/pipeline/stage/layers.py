@@ -41,10 +41,10 @@ from strategies.common.torch_compat import (
 )
 from strategies.pipeline.stage.batchnorm import DeferredStatistics
 from strategies.pipeline.stage.recorder import ActionRecorder
-from strategies.pipeline.stage.skip import SKIPS, Key, waiting_skips
+from strategies.pipeline.stage.skip import SKIPS, SkipKey, waiting_skips
 from strategies.pipeline.stage.weight_gradients import LARGE_BYTES, DelayedWeights, WeightGradients
 
-Carried = tuple[Any, dict[Key, Tensor | None]]
+Carried = tuple[Any, dict[SkipKey, Tensor | None]]
 """The value that a stage sends to the next stage: the output of its last layer, and the skips that later layers pop."""
 
 Before = Callable[[int, Any], None]

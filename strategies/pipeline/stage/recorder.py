@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from strategies.common.torch_compat import tree_leaves
-from strategies.pipeline.stage.records import LayerRecord, Record, Recorded, RecordKind
+from strategies.pipeline.stage.records import LayerRecord, ProcessRecords, Record, RecordKind
 
 
 class ActionRecorder:
@@ -98,9 +98,9 @@ class ActionRecorder:
         """Whether anything has been recorded."""
         return bool(self._records)
 
-    def recorded(self) -> Recorded:
+    def recorded(self) -> ProcessRecords:
         """Return all records."""
-        return Recorded(self._records, memory_bytes(self._device), self._layers)
+        return ProcessRecords(self._records, memory_bytes(self._device), self._layers)
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -68,7 +68,7 @@ class LayerRecord(NamedTuple):
     elements: int
 
 
-class Recorded(NamedTuple):
+class ProcessRecords(NamedTuple):
     """All records of a process.
 
     Attributes:

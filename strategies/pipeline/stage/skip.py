@@ -40,7 +40,7 @@ class Namespace:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
-Key = tuple[Namespace | None, str]
+SkipKey = tuple[Namespace | None, str]
 """A skip: its namespace, and its name."""
 
 
@@ -60,7 +60,7 @@ class pop:
 
 
 @dataclass(frozen=True)
-class _Names:
+class _DeclaredSkips:
     stashed: tuple[str, ...]
     popped: tuple[str, ...]
 
@@ -72,14 +72,14 @@ class _Waiting(threading.local):
     """
 
     def __init__(self) -> None:
-        self.skips: dict[Key, Tensor | None] = {}
+        self.skips: dict[SkipKey, Tensor | None] = {}
 
 
 _here = _Waiting()
 
 
 @contextmanager
-def waiting_skips(skips: dict[Key, Tensor | None]) -> Iterator[None]:
+def waiting_skips(skips: dict[SkipKey, Tensor | None]) -> Iterator[None]:
     """Within the body, layers that run on this thread pop from ``skips`` and stash into it."""
     before, _here.skips = _here.skips, skips
     try:
@@ -102,7 +102,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[L
     Raises:
         TypeError: If the class is skippable already, or is torch's own, which other code uses.
     """
-    names = _Names(_names("stash", stash), _names("pop", pop))
+    names = _DeclaredSkips(_names("stash", stash), _names("pop", pop))
 
     def decorated(cls: Layer) -> Layer:
         if SKIPS in vars(cls) or cls.__module__.split(".")[0] == "torch":
@@ -128,7 +128,7 @@ def verify_skippables(module: nn.Module) -> None:
     Raises:
         TypeError: If a skip has no such pair; the message lists each layer and name.
     """
-    stashed, popped, wrong = set[Key](), set[Key](), []
+    stashed, popped, wrong = set[SkipKey](), set[SkipKey](), []
     for path, layer, names in _skippables(module):
         both = set(names.stashed) & set(names.popped)
         wrong += [f"layer {path} both stashes and pops {name!r}" for name in both]
@@ -149,7 +149,7 @@ def verify_skippables(module: nn.Module) -> None:
         raise TypeError("skip connections do not match: " + "; ".join(sorted(wrong)))
 
 
-def skips_of(layer: nn.Module) -> tuple[list[Key], list[Key]]:
+def skips_of(layer: nn.Module) -> tuple[list[SkipKey], list[SkipKey]]:
     """Return the skips that a layer and the layers in it stash, and those that they pop."""
     found = list(_skippables(layer))
     return (
@@ -158,7 +158,7 @@ def skips_of(layer: nn.Module) -> tuple[list[Key], list[Key]]:
     )
 
 
-def _skippables(module: nn.Module) -> Iterator[tuple[str, nn.Module, _Names]]:
+def _skippables(module: nn.Module) -> Iterator[tuple[str, nn.Module, _DeclaredSkips]]:
     for path, layer in module.named_modules():
         names = getattr(type(layer), SKIPS, None)
         if names is not None:
@@ -172,14 +172,14 @@ def _names(what: str, given: Iterable[str]) -> tuple[str, ...]:
     return names
 
 
-def _key(layer: nn.Module, name: str) -> Key:
+def _key(layer: nn.Module, name: str) -> SkipKey:
     namespaces: Mapping[str, Namespace] = vars(layer).get(_NAMESPACES, {})
     return namespaces.get(name), name
 
 
 def _isolate(self: Any, namespace: Namespace, *, only: Iterable[str] | None = None) -> Any:
     """Put this layer's skips, or those in ``only``, into a namespace; return the layer."""
-    names: _Names = getattr(type(self), SKIPS)
+    names: _DeclaredSkips = getattr(type(self), SKIPS)
     declared = {*names.stashed, *names.popped}
     chosen = declared if only is None else set(_names("only", only))
     if unknown := sorted(chosen - declared):
@@ -188,7 +188,7 @@ def _isolate(self: Any, namespace: Namespace, *, only: Iterable[str] | None = No
     return self
 
 
-def _carry_out(layer: nn.Module, names: _Names, running: Any) -> Any:
+def _carry_out(layer: nn.Module, names: _DeclaredSkips, running: Any) -> Any:
     """Run a skippable layer's ``forward``, perform each stash and pop that it yields, and return its result."""
     to_stash, to_pop = set(names.stashed), set(names.popped)
     kind = type(layer).__name__

@@ -32,7 +32,7 @@ from strategies.common.torch_compat import (
 )
 
 
-class _Kind(NamedTuple):
+class _Function(NamedTuple):
     """A function of an input, a weight and a bias, and its gradients.
 
     Attributes:
@@ -57,7 +57,7 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
-_LINEAR = _Kind(
+_LINEAR = _Function(
     functional.linear,
     lambda grad, x, weight: grad @ weight,
     lambda grad, x, weight: _rows(grad).T @ _rows(x),
@@ -65,7 +65,7 @@ _LINEAR = _Kind(
     lambda total, grad, x, weight: total.addmm_(_rows(grad).T, _rows(x)),
 )
 
-_ADDMM = _Kind(
+_ADDMM = _Function(
     lambda x, weight, bias: torch.addmm(bias, x, weight),
     lambda grad, x, weight: grad @ weight.T,
     lambda grad, x, weight: x.T @ grad,
@@ -93,7 +93,7 @@ def _no_grad(grad: Tensor, *arguments: Any) -> Any:
     raise AssertionError("indices have no gradient, and an embedding has no bias")
 
 
-_EMBEDDING = _Kind(
+_EMBEDDING = _Function(
     lambda indices, weight, bias, padding: torch.embedding(weight, indices, padding),
     _no_grad,
     _embedding_grad,
@@ -112,41 +112,43 @@ def _convolution_grad(place: int) -> Callable[..., Tensor]:
     return grad_of
 
 
-def _convolution(dims: int) -> tuple[Callable[..., Tensor], _Kind]:
+def _convolution(dims: int) -> tuple[Callable[..., Tensor], _Function]:
     function = (torch.conv1d, torch.conv2d, torch.conv3d)[dims - 1]
     axes = [0, *range(2, dims + 2)]
-    return function, _Kind(function, _convolution_grad(0), _convolution_grad(1), lambda grad: grad.sum(axes))
+    return function, _Function(function, _convolution_grad(0), _convolution_grad(1), lambda grad: grad.sum(axes))
 
 
-class _Call(NamedTuple):
+class _Delayable(NamedTuple):
     """The arguments of a call that can leave a gradient for later."""
 
-    kind: _Kind
+    kind: _Function
     x: Any
     weight: Any
     bias: Any
     others: tuple[Any, ...] = ()
 
 
-def _linear(input: Any, weight: Any, bias: Any = None) -> _Call:
-    return _Call(_LINEAR, input, weight, bias)
+def _linear(input: Any, weight: Any, bias: Any = None) -> _Delayable:
+    return _Delayable(_LINEAR, input, weight, bias)
 
 
-def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1, out: Any = None) -> _Call | None:
+def _addmm(
+    input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1, out: Any = None
+) -> _Delayable | None:
     is_plain = beta == 1 and alpha == 1 and out is None and isinstance(input, Tensor) and isinstance(mat2, Tensor)
-    return _Call(_ADDMM, mat1, mat2, input) if is_plain and input.shape == mat2.shape[1:] else None
+    return _Delayable(_ADDMM, mat1, mat2, input) if is_plain and input.shape == mat2.shape[1:] else None
 
 
-def _conv(dims: int) -> Callable[..., _Call | None]:
+def _conv(dims: int) -> Callable[..., _Delayable | None]:
     _, kind = _convolution(dims)
 
     def call(
         input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1
-    ) -> _Call | None:
+    ) -> _Delayable | None:
         if isinstance(padding, str) or not isinstance(input, Tensor) or input.dim() != dims + 2:
             return None
         settings = [[value] * dims if isinstance(value, int) else list(value) for value in (stride, padding, dilation)]
-        return _Call(kind, input, weight, bias, (*(s * dims if len(s) == 1 else s for s in settings), groups))
+        return _Delayable(kind, input, weight, bias, (*(s * dims if len(s) == 1 else s for s in settings), groups))
 
     return call
 
@@ -159,7 +161,7 @@ def _embedding(
     norm_type: float = 2.0,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
-) -> _Call | None:
+) -> _Delayable | None:
     if max_norm is not None or scale_grad_by_freq or sparse or not isinstance(weight, Tensor):
         return None
     if weight.device.type not in ("cpu", "meta"):  # on a GPU, the order of sums of index_add_ varies
@@ -169,10 +171,10 @@ def _embedding(
         padding = padding_idx + len(weight) if padding_idx < 0 else padding_idx
         if not 0 <= padding < len(weight):
             return None  # torch raises the error
-    return _Call(_EMBEDDING, input, weight, None, (padding,))
+    return _Delayable(_EMBEDDING, input, weight, None, (padding,))
 
 
-_CALLS: Mapping[Any, Callable[..., _Call | None]] = {
+_CALLS: Mapping[Any, Callable[..., _Delayable | None]] = {
     functional.linear: _linear,
     functional.embedding: _embedding,
     torch.addmm: _addmm,
@@ -207,10 +209,10 @@ class WeightGradients:
     """
 
     def __init__(self, *, at_once: bool = False) -> None:
-        self._left: list[tuple[_Call, Tensor]] = []
+        self._left: list[tuple[_Delayable, Tensor]] = []
         self._at_once = at_once
 
-    def add(self, call: _Call, grad: Tensor) -> None:
+    def add(self, call: _Delayable, grad: Tensor) -> None:
         """Leave the gradients of the parameters of a call for :meth:`compute`."""
         self._left.append((call, grad))
         if self._at_once:
@@ -283,7 +285,7 @@ class DelayedWeights(TorchFunctionMode):
                 self._in_attention = False
         return func(*args, **arguments)
 
-    def _is_worth_it(self, call: _Call) -> bool:
+    def _is_worth_it(self, call: _Delayable) -> bool:
         """Whether to handle the gradient of the weight here rather than in autograd.
 
         Under autocast, its precision differs from that of ``.grad``, so adding it in place gains nothing.
@@ -297,7 +299,7 @@ def _casts(device: str) -> bool:
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)  # not on meta
 
 
-def _can_wait(call: _Call) -> bool:
+def _can_wait(call: _Delayable) -> bool:
     """Whether the gradients of the parameters may be computed later, with the same result."""
     if type(call.x) is not Tensor or type(call.weight) is not nn.Parameter or not call.weight.requires_grad:
         return False
@@ -320,7 +322,13 @@ class _Delayed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kind: _Kind, others: Any, delays: DelayedWeights
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        kind: _Function,
+        others: Any,
+        delays: DelayedWeights,
     ) -> Tensor:
         ctx.kind, ctx.others, ctx.delays, ctx.parameters, ctx.dtype = kind, others, delays, (weight, bias), x.dtype
         device = x.device.type
@@ -346,7 +354,7 @@ class _Delayed(torch.autograd.Function):
         grad_x = kind.input_grad(grad, x, used, *others).to(ctx.dtype) if wants_x else None
         hooked = _has_hooks(weight) or (bias is not None and _has_hooks(bias))  # since the forward pass
         if ctx.delays.left is not None and not torch.is_grad_enabled() and not hooked and _accumulates(ctx, weight):
-            ctx.delays.left.add(_Call(kind, x, weight, bias if wants_bias else None, others), grad)
+            ctx.delays.left.add(_Delayable(kind, x, weight, bias if wants_bias else None, others), grad)
             return grad_x, None, None, None, None, None
         grad_weight = kind.weight_grad(grad, x, used, *others).to(weight.dtype) if wants_weight else None
         grad_bias = kind.bias_grad(grad).to(bias.dtype) if wants_bias else None

@@ -28,7 +28,7 @@ from strategies.common.torch_compat import (
 from strategies.common.trees import tensors_in
 from strategies.pipeline.control.client import RemoteStage
 from strategies.pipeline.control.commands import StageCommands
-from strategies.pipeline.control.operations import GradientOf, Key, Name, Operation, Strides, WorkerTensor
+from strategies.pipeline.control.operations import GradientOf, Name, OperandKey, Strides, TensorOperation, WorkerTensor
 from strategies.pipeline.state.remote_tensor import RemoteBuffer, RemoteParameter
 
 _REMOTE = RemoteParameter | RemoteBuffer
@@ -37,7 +37,7 @@ _REMOTE = RemoteParameter | RemoteBuffer
 class RemoteValue:
     """Refers to a value on a worker. The worker frees a computed value when the driver has no reference to it."""
 
-    def __init__(self, holder: "Holder", key: Key, stand_in: Tensor) -> None:
+    def __init__(self, holder: "Holder", key: OperandKey, stand_in: Tensor) -> None:
         self.holder, self.key, self.layout = holder, key, Strides.of(stand_in)
 
     def __del__(self) -> None:
@@ -77,7 +77,7 @@ class Holder:
         """Refuse all further operations, because the stage has ended."""
         self._has_ended = True
 
-    def run(self, operation: Operation, writes: bool) -> None:
+    def run(self, operation: TensorOperation, writes: bool) -> None:
         """Run an operation before the next command of the stage."""
         self._check()
         self.num_writes += writes
@@ -162,7 +162,7 @@ class OperationRecorder(TorchDispatchMode):
         self._values, self._loads = values, loads
         self.writes = False
         """Whether an operation changes a tensor in place."""
-        self._recorded: list[tuple[Holder, Operation, bool]] = []
+        self._recorded: list[tuple[Holder, TensorOperation, bool]] = []
         self._kept: list[Tensor] = []  # so that no new storage gets the same address
 
     def __torch_dispatch__(
@@ -249,7 +249,7 @@ class OperationRecorder(TorchDispatchMode):
                 number = value.key
             numbers.append(number)
         name = operator_name(func)
-        self._recorded.append((holder, Operation(name, named_args, named_kwargs, tuple(numbers)), writes))
+        self._recorded.append((holder, TensorOperation(name, named_args, named_kwargs, tuple(numbers)), writes))
 
     def _reference(self, tensor: Tensor) -> WorkerTensor | Tensor:
         value = self._value(tensor)
@@ -270,7 +270,7 @@ class HeldValues:
         self._modules, self.computed = modules, computed
 
     @torch.no_grad()
-    def compute(self, operation: Operation) -> None:
+    def compute(self, operation: TensorOperation) -> None:
         """Run an operation and keep its new values."""
         namespace, name, overload = operation.name
         func = named_operator(namespace, name, overload)

@@ -196,7 +196,7 @@ class _Remote:
             raise RuntimeError(USED_ELSEWHERE)
         value = self._value()
         assert self.relay_source is not None
-        return cast(Tensor, _Fetch.apply(torch.zeros((), requires_grad=True), value, self.relay_source))
+        return cast(Tensor, _FetchedWithGradient.apply(torch.zeros((), requires_grad=True), value, self.relay_source))
 
     def _gradient(self, frame: FrameType) -> Tensor | None:
         module = frame.f_globals.get("__name__", "")
@@ -311,7 +311,7 @@ def remote_buffer(name: str, buffer: Tensor, source: Source | None = None) -> Re
     return remote
 
 
-class _Fetch(torch.autograd.Function):
+class _FetchedWithGradient(torch.autograd.Function):
     """Returns fetched values of a parameter, and sends their gradient to the stage of the parameter."""
 
     @staticmethod

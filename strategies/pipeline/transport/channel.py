@@ -240,7 +240,7 @@ class Layout:
         return filled(self.tree, TensorLayout, lambda _: next(ahead))
 
 
-class _Message:
+class _Buffer:
     """Memory for a header and for tensors behind it."""
 
     def __init__(self, size_bytes: int) -> None:
@@ -285,7 +285,7 @@ class _Numbered:
 
     number: int
     layout: Layout
-    free: list[_Message]
+    free: list[_Buffer]
 
 
 @dataclass(frozen=True)
@@ -293,7 +293,7 @@ class Sent:
     """A value in transit: its sends, the memory that gloo reads, and its layout if its message may be reused."""
 
     works: list[Work]
-    message: _Message
+    message: _Buffer
     others: Sequence[Tensor] = ()
     of: _Numbered | None = None
 
@@ -354,7 +354,7 @@ class Sender:
     def fail(self) -> None:
         """Notify the receiver, if its process still runs, that this process has failed, so that it stops waiting."""
         self._has_failed = True
-        message = _Message(_HEADER.size)
+        message = _Buffer(_HEADER.size)
         message.write_header(_FAILED, 0, 0, 0)
         with suppress(RuntimeError):
             self._under_way.append(Sent([unrecorded(self._post, [message.tensor], self._peer, self._tag)], message))
@@ -395,10 +395,10 @@ class Sender:
                 known.free.clear()
         sent.of.free.append(sent.message)
 
-    def _message(self, known: _Numbered) -> _Message:
+    def _message(self, known: _Numbered) -> _Buffer:
         """Return memory for a value of a layout."""
         if not known.free:
-            return _Message(known.layout.message_bytes)
+            return _Buffer(known.layout.message_bytes)
         self._free_bytes -= known.layout.message_bytes
         return known.free.pop()
 
@@ -493,15 +493,15 @@ class Receiver:
         self._timeout = timeout_of(group)
         self._header_timeout = self._timeout if timeout is None else timeout
         self._layouts: dict[int, Layout] = {}
-        self._posted: deque[tuple[_Message, Work]] = deque()
-        self._free: list[_Message] = []
+        self._posted: deque[tuple[_Buffer, Work]] = deque()
+        self._free: list[_Buffer] = []
         self._header: tuple[int, ...] | None = None
         self._num_looks = _MAX_LOOKS
 
     def post(self) -> None:
         """Post missing receives of the next headers."""
         while len(self._posted) < _NUM_POSTED:
-            message = self._free.pop() if self._free else _Message(_HEADER.size + self.small_bytes)
+            message = self._free.pop() if self._free else _Buffer(_HEADER.size + self.small_bytes)
             message.clear()
             try:
                 work = unrecorded(self._recv, [message.tensor], self._peer, self._tag)
@@ -572,7 +572,7 @@ class Receiver:
             raise PeerFailed(f"rank {self._peer} of the pipeline failed")
         return self._header
 
-    def _begins_soon(self, message: _Message) -> bool:
+    def _begins_soon(self, message: _Buffer) -> bool:
         """Poll for a message for a short time, which is longer if polling has often succeeded before."""
         for _ in range(self._num_looks):
             _let_others_run()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from strategies.commands.host import Order
+from strategies.commands.host import LinkMessage
 from strategies.common.activity import Activity
 from strategies.common.autograd import GatheredGradients
 from strategies.common.stage_layers import describe
@@ -27,7 +27,7 @@ from strategies.optim.restricted import (
     put_together,
 )
 from strategies.pipeline.control.commands import Parameters, StageCommands
-from strategies.pipeline.control.operations import GradientOf, Name, Operation, WorkerTensor
+from strategies.pipeline.control.operations import GradientOf, Name, TensorOperation, WorkerTensor
 from strategies.pipeline.control.parts import Part, PartKind, Piece, bytes_of, on_shelf
 from strategies.pipeline.optim.replicas import Averaging, SharedSteps, connected
 from strategies.pipeline.schedule.operations import Row
@@ -37,7 +37,7 @@ from strategies.pipeline.stage.layers import PassContext
 from strategies.pipeline.stage.out_of_memory import explaining
 from strategies.pipeline.stage.passes import Pass
 from strategies.pipeline.stage.recorder import ActionRecorder
-from strategies.pipeline.stage.records import Recorded
+from strategies.pipeline.stage.records import ProcessRecords
 from strategies.pipeline.stage.side_outputs import SideOutputs
 from strategies.pipeline.stage.stage import Stage, chunks_of
 from strategies.pipeline.state.carriers import Carrier, Receive, StageSlots
@@ -205,10 +205,10 @@ class HostedStage(StageCommands):
         if self._transport is not None:
             self._transport.abort()
 
-    def next_order(self) -> Order:
+    def next_order(self) -> LinkMessage:
         """Wait for the driver's next order; see :meth:`~strategies.commands.host.Host.follow`."""
         assert self._orders is not None
-        order: Order = pickle.loads(self._orders.receive(0, 0).numpy())
+        order: LinkMessage = pickle.loads(self._orders.receive(0, 0).numpy())
         return order
 
     # Passes
@@ -242,7 +242,7 @@ class HostedStage(StageCommands):
     def value(self, reference: Name | GradientOf | WorkerTensor) -> Tensor | None:
         return self._values.value(reference)
 
-    def compute(self, operation: Operation, dtype: torch.dtype) -> None:
+    def compute(self, operation: TensorOperation, dtype: torch.dtype) -> None:
         torch.set_default_dtype(dtype)
         self._values.compute(operation)
 
@@ -417,7 +417,7 @@ class HostedStage(StageCommands):
 
     # Profiling
 
-    def record(self, goes_on: bool) -> Recorded:
+    def record(self, goes_on: bool) -> ProcessRecords:
         new, recorder = ActionRecorder(self._stage.device), self._stage.recorder
         self._stage.recorder = new if goes_on and self._repeated is None else None
         return (recorder or new).recorded()

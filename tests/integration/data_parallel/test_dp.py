@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from strategies import DataParallelStrategy, StrategyPlugin
-from strategies.data_parallel.dp import ReplicaResult, _Replicas, merged
+from strategies.data_parallel.dp import ReplicaResult, _UngatheredReplicas, merged
 from trainer import Trainer
 from trainer.cli import main
 
@@ -117,7 +117,7 @@ class InParts(OnCPU):
         self._replicas = _InParts(self._replicas.module)
 
 
-class _InParts(_Replicas):
+class _InParts(_UngatheredReplicas):
     def forward(self, name: str, autocast: Any, batch: list[Tensor], *others: Any) -> list[ReplicaResult]:
         parts = zip(*(tensor.tensor_split(2) for tensor in batch), strict=True)
         return self.gather([self.module(name, autocast, list(part), *others) for part in parts], None)

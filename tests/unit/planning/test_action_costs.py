@@ -8,7 +8,7 @@ from sleep_layer import READ_SECONDS, Sleep, only_sleep_takes_time
 from torch import Tensor, nn
 
 from strategies.pipeline.partition.model_costs import Costs, Example, costs_of
-from strategies.planning.action_costs import ByAction, Layer, model_costs, transfer_seconds
+from strategies.planning.action_costs import ByAction, PlannedLayer, model_costs, transfer_seconds
 
 CPU = torch.device("cpu")
 ROWS, WIDTH, FLOAT_BYTES = 4, 6, 4
@@ -28,7 +28,7 @@ class Model(nn.Module):
         return self.after(self.layers(self.before(x)))
 
 
-def measured(model: Model, **settings: Any) -> Costs[Layer, Any]:
+def measured(model: Model, **settings: Any) -> Costs[PlannedLayer, Any]:
     example = Example(model, torch.rand(ROWS, WIDTH))
     return costs_of(model, model.layers, example, ByAction(budget_seconds=0.001, **settings), CPU)
 

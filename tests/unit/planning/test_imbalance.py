@@ -6,7 +6,7 @@ import pytest
 
 from strategies.pipeline.schedule.operations import UserCode
 from strategies.pipeline.schedule.tables import SCHEDULES, ActionTable
-from strategies.pipeline.stage.records import LayerRecord, Record, Recorded
+from strategies.pipeline.stage.records import LayerRecord, ProcessRecords, Record
 from strategies.planning.imbalance import Imbalance, MeasuredStep, assess, measured_step
 from strategies.planning.simulator import ActionCosts, DriverCosts, simulate
 
@@ -61,7 +61,7 @@ def recorded_step(
                 row.append(Record("loss", step.microbatch, step.stage, 0, end - loss, end - loss, end, end))
         rows.append(row)
     recorded = [
-        Recorded(
+        ProcessRecords(
             row,
             0,
             {
@@ -167,11 +167,9 @@ def test_the_median_of_several_steps_counts() -> None:
 
 def test_a_step_that_lacks_a_backward_pass_or_layers_says_nothing() -> None:
     evaluated, layers = [[Record("F", 0, 0, 0, 0.0, 0.0, 1.0, 1.0)]], {0: LayerRecord(1.0, 8)}
-    assert (
-        measured_step(evaluated, [Recorded(evaluated[0], 0, layers)], [1], whole_batch=True, checkpoint="never") is None
-    )
+    own = [ProcessRecords(evaluated[0], 0, layers)]
+    assert measured_step(evaluated, own, [1], whole_batch=True, checkpoint="never") is None
     trained = [[*evaluated[0], Record("B", 0, 0, 0, 1.0, 1.0, 2.0, 2.0)]]
-    assert measured_step(trained, [Recorded(trained[0], 0)], [1], whole_batch=True, checkpoint="never") is None
-    assert (
-        measured_step(trained, [Recorded(trained[0], 0, layers)], [1], whole_batch=True, checkpoint="never") is not None
-    )
+    assert measured_step(trained, [ProcessRecords(trained[0], 0)], [1], whole_batch=True, checkpoint="never") is None
+    own = [ProcessRecords(trained[0], 0, layers)]
+    assert measured_step(trained, own, [1], whole_batch=True, checkpoint="never") is not None

@@ -13,7 +13,7 @@ from strategies.pipeline.partition.memory import Need
 from strategies.pipeline.partition.profiling import PassBytes
 from strategies.pipeline.schedule.program import ranks_of
 from strategies.pipeline.schedule.tables import SCHEDULES, Placement, loop
-from strategies.planning.action_costs import ACTION_SECONDS, DriverPart, Layer
+from strategies.planning.action_costs import ACTION_SECONDS, DriverPart, PlannedLayer
 from strategies.planning.plan_rows import Measured, PlanRow, activation_peaks, best_row, plan_row
 from strategies.planning.search import LayerCosts
 from strategies.planning.simulator import ActionCosts, DriverCosts, simulate, with_driver_between
@@ -43,7 +43,7 @@ def measured(
     """Equal layers, each with 8 bytes of parameters and of gradients and 16 of states; the driver has as much."""
     costs = LayerCosts(FORWARD, BACKWARD / 2, BACKWARD / 2, BACKWARD, activation_bytes=110, kept_bytes=40)
     defaults: dict[str, Any] = {
-        "layers": [Layer(costs, HELD)] * layers,
+        "layers": [PlannedLayer(costs, HELD)] * layers,
         "driver": DriverPart(driver or DriverCosts(), 0.0, driver_peak),
         "needs": [Need(8, 8, 16)] * layers,
         "outside": Need(8, 8, 16),

@@ -69,7 +69,7 @@ class BlockCall:
 
 
 @dataclass(frozen=True)
-class Plan:
+class CallPlan:
     """The calls of all blocks.
 
     Attributes:
@@ -85,11 +85,11 @@ class Plan:
     returned: Sequence[int]
 
 
-Value = tuple[list[Any], bytes]
+PlannedCalls = tuple[list[Any], bytes]
 """The table and the pickled plan."""
 
 
-def call_blocks(layers: nn.Sequential, value: Value, before: Before) -> Any:
+def call_blocks(layers: nn.Sequential, value: PlannedCalls, before: Before) -> Any:
     """Run the recorded calls of some blocks; see :data:`~strategies.pipeline.stage.layers.CallLayers`.
 
     Returns:
@@ -139,8 +139,8 @@ def call_blocks(layers: nn.Sequential, value: Value, before: Before) -> Any:
 
 
 @lru_cache(maxsize=64)
-def _unpickled(plan: bytes) -> Plan:
-    found: Plan = pickle.loads(plan)
+def _unpickled(plan: bytes) -> CallPlan:
+    found: CallPlan = pickle.loads(plan)
     return found
 
 

@@ -35,7 +35,7 @@ from strategies.common.torch_compat import (
 )
 from strategies.common.transformers_compat import collector_hidden
 from strategies.common.trees import tensors_in
-from strategies.pipeline.partition.blocks.calls import Value, call_blocks
+from strategies.pipeline.partition.blocks.calls import PlannedCalls, call_blocks
 from strategies.pipeline.partition.blocks.expected import ExpectedOutputs
 from strategies.pipeline.partition.blocks.output import DeferredOutput
 from strategies.pipeline.partition.blocks.recording import NOT_JOINED, KnownCalls, RecordedCalls
@@ -57,7 +57,7 @@ from strategies.sharding.gathered_layers import alone
 FindRows = Callable[[], list[bool] | None]
 """Returns for each entry of the table whether it has rows; ``None`` if the batch cannot be split."""
 
-Run = Callable[[Value, FindRows, int], tuple[Any, list[Any]]]
+RunBlocks = Callable[[PlannedCalls, FindRows, int], tuple[Any, list[Any]]]
 """Runs a value through all stages of a list. Returns the output of the last block and the returned table entries."""
 
 
@@ -113,7 +113,7 @@ class DeferredBlocks:
     def __init__(
         self,
         blocks: nn.ModuleList,
-        run: Run,
+        run: RunBlocks,
         path: str = "blocks",
         model: nn.Module | None = None,
         *,
@@ -158,7 +158,7 @@ class DeferredBlocks:
         self._ending.close()
         self._recording, self._parts, self._split = None, [], None
 
-    def call(self, layers: nn.Sequential, value: Value, before: Before) -> Any:
+    def call(self, layers: nn.Sequential, value: PlannedCalls, before: Before) -> Any:
         """Run recorded calls on this process; see :func:`~strategies.pipeline.partition.blocks.calls.call_blocks`."""
         self._in_stage = True
         try:

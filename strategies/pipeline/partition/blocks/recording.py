@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from strategies.common.stage_layers import dotted
 from strategies.common.torch_compat import TreeSpec, num_changes, tree_flatten, tree_leaves, tree_unflatten
 from strategies.common.transformers_compat import active_collector, captures_in, collect
-from strategies.pipeline.partition.blocks.calls import BlockCall, Plan, TableEntry, Value
+from strategies.pipeline.partition.blocks.calls import BlockCall, CallPlan, PlannedCalls, TableEntry
 from strategies.pipeline.partition.blocks.expected import ExpectedOutputs, autocast_settings
 from strategies.pipeline.partition.blocks.output import DeferredOutput
 from strategies.pipeline.stage.layers import PassContext
@@ -408,7 +408,7 @@ class RecordedCalls:
         self._check_unchanged(slot)
         return slot
 
-    def value(self) -> Value:
+    def value(self) -> PlannedCalls:
         """Return the value that the stages pass on.
 
         Raises:
@@ -436,7 +436,7 @@ class RecordedCalls:
             slots = [leaf.number for leaf in tree_leaves(call.output) if isinstance(leaf, TableEntry)]
             dropped[name] += [slot for slot in slots if slot not in self._last_use and slot not in kept]
         calls = {name: replace(call, dropped=dropped[name]) for name, call in self._calls.items()}
-        plan = Plan(self._path, calls, self.names[-1], self.returned)
+        plan = CallPlan(self._path, calls, self.names[-1], self.returned)
         return cloudpickle.dumps(plan, protocol=pickle.HIGHEST_PROTOCOL)
 
     def give_values(self, returned: Sequence[Any], joined: Sequence[bool]) -> None:

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from strategies.common.activity import Activity
 from strategies.common.waiting import wait_here
 from strategies.optim.calls import hyperparameters
-from strategies.pipeline.control.operations import Operation, Strides, WorkerTensor
+from strategies.pipeline.control.operations import Strides, TensorOperation, WorkerTensor
 from strategies.pipeline.control.parts import Part, PartKind
 from strategies.pipeline.partition.sequential import cut
 from strategies.pipeline.schedule.program import ranks_of
@@ -95,8 +95,8 @@ def test_a_stage_goes_on_where_the_first_one_was(groups: tuple[ProcessGroup, Pro
     first = stage_of(layers, optimizer, groups[0])
     step(first, optimizer, torch.ones(1))
     weight = WorkerTensor((0, "1.weight"), Strides((3,), (1,), 0, torch.float32), None)
-    first.compute(Operation(("aten", "clone", "default"), (weight,), {}, (4,)), torch.float32)
-    first.compute(Operation(("aten", "view", "default"), (weight, [3, 1]), {}, (5,)), torch.float32)
+    first.compute(TensorOperation(("aten", "clone", "default"), (weight,), {}, (4,)), torch.float32)
+    first.compute(TensorOperation(("aten", "view", "default"), (weight, [3, 1]), {}, (5,)), torch.float32)
     first.snapshot(2, slot.address)
     expected = {name: value.clone() for name, value in values_of(first).items()}
     drawn = torch.rand(3), random.random()
