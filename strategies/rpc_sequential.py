@@ -55,7 +55,7 @@ from strategies.lightning.features.recovery import LostWorkers
 from strategies.lightning.features.summary import SummaryOfStages
 from strategies.lightning.finding_blocks import find_module
 from strategies.lightning.hooks import Undo, follow_optimizers
-from strategies.lightning.launch.replicas import ReplicatedStrategy
+from strategies.lightning.launch.replicated_strategy import ReplicatedStrategy
 from strategies.lightning.options import Options, Rebalance, Schedule
 from strategies.lightning.partitioning import is_called_in_reverse
 from strategies.lightning.run import Preparation, Run, TrainingStep, stages_of_chunks

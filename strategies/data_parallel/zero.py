@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, device, nn
 from torch.optim import Optimizer
 
+from strategies.checkpoint.divided_parameters import RowStates, read_rows
 from strategies.checkpoint.ranks import DividedStates, RankStates, own_tensors, save_over_ranks
-from strategies.checkpoint.rows import RowStates, read_rows
 from strategies.checkpoint.store import load_sharded, without_values
 from strategies.checkpoint.writer import snapshot
 from strategies.common.torch_compat import broadcast_coalesced, default_group, verify_shapes_across_ranks

@@ -14,7 +14,7 @@ from strategies.checkpoint.pipeline_checkpoint import StageStates
 from strategies.common.joined_lists import lengths_of
 from strategies.lightning.arguments import as_misconfiguration
 from strategies.lightning.compat import LightningModule, Precision, PyTorchProfiler, Trainer, TrainerFn
-from strategies.lightning.launch.replicas import ReplicatedStrategy
+from strategies.lightning.launch.replicated_strategy import ReplicatedStrategy
 from strategies.lightning.options import Options
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings

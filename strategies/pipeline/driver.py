@@ -57,16 +57,16 @@ from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.optim.optimizers import PipelineOptimizers
 from strategies.pipeline.optim.replicas import Averaging, Replicas, SharedSteps, connected
 from strategies.pipeline.partition.blocks.calls import PlannedCalls, call_blocks
-from strategies.pipeline.partition.blocks.recorder import DeferredBlocks, FindRows
+from strategies.pipeline.partition.blocks.deferred_blocks import DeferredBlocks, FindRows
 from strategies.pipeline.partition.bypass import BypassCheck
 from strategies.pipeline.partition.sequential import Pipelined, cut
 from strategies.pipeline.recovery.recovery import Recoverer
 from strategies.pipeline.recovery.repairs import Recovery, Repair
 from strategies.pipeline.recovery.together import NUM_FLAGS, InStep
+from strategies.pipeline.stage.action_recorder import ActionRecorder
 from strategies.pipeline.stage.edges import Edges
 from strategies.pipeline.stage.layers import PassContext, call_in_turn
 from strategies.pipeline.stage.microbatch.split import NoChunk
-from strategies.pipeline.stage.recorder import ActionRecorder
 from strategies.pipeline.stage.records import ProcessRecords
 from strategies.pipeline.stage.side_outputs import SideOutputs
 from strategies.pipeline.stage.stage import Stage, chunks_of

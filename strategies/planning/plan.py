@@ -46,7 +46,7 @@ from strategies.lightning.features.per_microbatch import check_automatic_optimiz
 from strategies.lightning.features.pipelines.tensor_parallel import plan_of
 from strategies.lightning.finding_blocks import described, find_module, find_path
 from strategies.lightning.hooks import collect_logs
-from strategies.lightning.launch.replicas import ReplicatedStrategy
+from strategies.lightning.launch.replicated_strategy import ReplicatedStrategy
 from strategies.lightning.options import Options
 from strategies.lightning.partitioning import FoundExample, find_example, is_called_in_reverse, measuring, with_threads
 from strategies.optim.costs import StepCost, StepCosts

@@ -191,8 +191,8 @@ def test_balance_by_time_waits_for_the_gpu() -> None:
 
 
 def peak_bytes() -> tuple[int, int]:
+    from strategies.pipeline.stage.action_recorder import memory_bytes
     from strategies.pipeline.stage.out_of_memory import DeviceMemory
-    from strategies.pipeline.stage.recorder import memory_bytes
 
     device = torch.device("cuda:0")
     before = memory_bytes(device)

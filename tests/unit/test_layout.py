@@ -10,7 +10,7 @@ from paths import ROOT
 TESTS = ROOT / "tests"
 
 ELSEWHERE: dict[str, list[str]] = {
-    "strategies/checkpoint/rows.py": ["integration/data_parallel/test_zero.py"],
+    "strategies/checkpoint/divided_parameters.py": ["integration/data_parallel/test_zero.py"],
     "strategies/commands/declaration.py": [
         "unit/pipeline/control/test_stage_commands.py",
         "unit/remote/test_module_commands.py",
@@ -103,7 +103,7 @@ ELSEWHERE: dict[str, list[str]] = {
         "unit/launch/test_world.py",
     ],
     "strategies/lightning/launch/rank_launcher.py": ["integration/replicas/test_launch.py"],
-    "strategies/lightning/launch/replicas.py": [
+    "strategies/lightning/launch/replicated_strategy.py": [
         "integration/replicas/test_replicas.py",
         "integration/replicas/test_replicas_features.py",
     ],
@@ -164,10 +164,10 @@ ELSEWHERE: dict[str, list[str]] = {
         "integration/replicas/test_replicas.py",
         "faults/test_recovery_replicas.py",
     ],
-    "strategies/pipeline/partition/blocks/calls.py": ["unit/pipeline/partition/blocks/test_recorder.py"],
-    "strategies/pipeline/partition/blocks/expected.py": ["unit/pipeline/partition/blocks/test_recorder.py"],
-    "strategies/pipeline/partition/blocks/output.py": ["unit/pipeline/partition/blocks/test_recorder.py"],
-    "strategies/pipeline/partition/blocks/recording.py": ["unit/pipeline/partition/blocks/test_recorder.py"],
+    "strategies/pipeline/partition/blocks/calls.py": ["unit/pipeline/partition/blocks/test_deferred_blocks.py"],
+    "strategies/pipeline/partition/blocks/expected.py": ["unit/pipeline/partition/blocks/test_deferred_blocks.py"],
+    "strategies/pipeline/partition/blocks/output.py": ["unit/pipeline/partition/blocks/test_deferred_blocks.py"],
+    "strategies/pipeline/partition/blocks/recording.py": ["unit/pipeline/partition/blocks/test_deferred_blocks.py"],
     "strategies/pipeline/pipe/followed.py": ["integration/pipe/test_pipe_rpc.py"],
     "strategies/pipeline/pipe/rpc_partitions.py": ["integration/pipe/test_pipe_rpc.py"],
     "strategies/pipeline/pipe/with_device.py": ["integration/pipe/test_pipe_rpc.py", "unit/pipeline/pipe/test_pipe.py"],
@@ -184,7 +184,7 @@ ELSEWHERE: dict[str, list[str]] = {
     "strategies/pipeline/stage/edges.py": ["unit/pipeline/transport/test_device.py"],
     "strategies/pipeline/stage/microbatch/chunks.py": ["unit/pipeline/pipe/test_pipe.py"],
     "strategies/pipeline/stage/passes.py": ["unit/pipeline/stage/test_stage.py"],
-    "strategies/pipeline/stage/recorder.py": ["integration/pipeline/test_monitor.py"],
+    "strategies/pipeline/stage/action_recorder.py": ["integration/pipeline/test_monitor.py"],
     "strategies/pipeline/stage/records.py": ["unit/planning/test_measured.py", "integration/pipeline/test_monitor.py"],
     "strategies/pipeline/stage/side_outputs.py": ["integration/parity/values/test_side_outputs.py"],
     "strategies/pipeline/state/held.py": [

@@ -39,11 +39,11 @@ from strategies.pipeline.executor.executor import Executor, PendingPass
 from strategies.pipeline.executor.suspended import Steps, SuspendedStep
 from strategies.pipeline.schedule.operations import Operation, Post, Result, Row, UserCode
 from strategies.pipeline.schedule.tables import Action
+from strategies.pipeline.stage.action_recorder import ActionRecorder
 from strategies.pipeline.stage.edges import leaves_of, tensors_of, with_leaves
 from strategies.pipeline.stage.layers import PassContext
 from strategies.pipeline.stage.microbatch.split import pack_objects, plain, unpack_objects
 from strategies.pipeline.stage.passes import Pass
-from strategies.pipeline.stage.recorder import ActionRecorder
 from strategies.pipeline.stage.side_outputs import is_fresh
 from strategies.pipeline.stage.stage import GradientSlot, entered
 from strategies.sharding.gathered_layers import Event

@@ -38,8 +38,8 @@ from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.control.parts import Part, PartKind
 from strategies.pipeline.control.shelf import ShelvedPart
 from strategies.pipeline.optim.replicas import SharedSteps
+from strategies.pipeline.stage.action_recorder import ActionRecorder
 from strategies.pipeline.stage.layers import PassContext
-from strategies.pipeline.stage.recorder import ActionRecorder
 from strategies.sharding.divided_layers import DividedModel, tensor_group
 
 

@@ -39,8 +39,8 @@ from strategies.common.torch_compat import (
     tree_map_only,
     version_of,
 )
+from strategies.pipeline.stage.action_recorder import ActionRecorder
 from strategies.pipeline.stage.batchnorm import DeferredStatistics
-from strategies.pipeline.stage.recorder import ActionRecorder
 from strategies.pipeline.stage.skip import SKIPS, SkipKey, waiting_skips
 from strategies.pipeline.stage.weight_gradients import LARGE_BYTES, DelayedWeights, WeightGradients
 

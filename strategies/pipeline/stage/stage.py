@@ -26,6 +26,7 @@ from strategies.common.random_seeds import RandomStateKeeper
 from strategies.common.stage_layers import StageLayers
 from strategies.pipeline.schedule.operations import Post, Result, Row, Tied, UserCode
 from strategies.pipeline.schedule.tables import Action, recomputed
+from strategies.pipeline.stage.action_recorder import ActionRecorder
 from strategies.pipeline.stage.edges import Edges, Ports, leaves_of, tensors_of, with_leaves
 from strategies.pipeline.stage.layers import (
     CallLayers,
@@ -39,7 +40,6 @@ from strategies.pipeline.stage.layers import (
 from strategies.pipeline.stage.microbatch.split import pack_objects, unpack_objects
 from strategies.pipeline.stage.out_of_memory import DeviceMemory, Situation, explained, is_float32
 from strategies.pipeline.stage.passes import Pass
-from strategies.pipeline.stage.recorder import ActionRecorder
 from strategies.pipeline.stage.side_outputs import SideOutputs, WithSideOutputs
 from strategies.pipeline.stage.weight_gradients import WeightGradients
 from strategies.pipeline.transport.ties import TiedParameters

@@ -32,11 +32,11 @@ from strategies.pipeline.control.parts import Part, PartKind, Piece, bytes_of, o
 from strategies.pipeline.optim.replicas import Averaging, SharedSteps, connected
 from strategies.pipeline.schedule.operations import Row
 from strategies.pipeline.schedule.tables import Action
+from strategies.pipeline.stage.action_recorder import ActionRecorder
 from strategies.pipeline.stage.edges import Edges
 from strategies.pipeline.stage.layers import PassContext
 from strategies.pipeline.stage.out_of_memory import explaining
 from strategies.pipeline.stage.passes import Pass
-from strategies.pipeline.stage.recorder import ActionRecorder
 from strategies.pipeline.stage.records import ProcessRecords
 from strategies.pipeline.stage.side_outputs import SideOutputs
 from strategies.pipeline.stage.stage import Stage, chunks_of

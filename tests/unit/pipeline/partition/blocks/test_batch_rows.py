@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import zeros
 
-from strategies.pipeline.partition.blocks.rows import are_rows, decide, kinds_of, num_rows, with_rows
+from strategies.pipeline.partition.blocks.batch_rows import are_rows, decide, kinds_of, num_rows, with_rows
 
 
 @pytest.mark.parametrize(

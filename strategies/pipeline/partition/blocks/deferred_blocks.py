@@ -35,11 +35,7 @@ from strategies.common.torch_compat import (
 )
 from strategies.common.transformers_compat import collector_hidden
 from strategies.common.trees import tensors_in
-from strategies.pipeline.partition.blocks.calls import PlannedCalls, call_blocks
-from strategies.pipeline.partition.blocks.expected import ExpectedOutputs
-from strategies.pipeline.partition.blocks.output import DeferredOutput
-from strategies.pipeline.partition.blocks.recording import NOT_JOINED, KnownCalls, RecordedCalls
-from strategies.pipeline.partition.blocks.rows import (
+from strategies.pipeline.partition.blocks.batch_rows import (
     Rows,
     all_follow,
     are_rows,
@@ -50,6 +46,10 @@ from strategies.pipeline.partition.blocks.rows import (
     with_rows,
     with_tensors_replaced,
 )
+from strategies.pipeline.partition.blocks.calls import PlannedCalls, call_blocks
+from strategies.pipeline.partition.blocks.expected import ExpectedOutputs
+from strategies.pipeline.partition.blocks.output import DeferredOutput
+from strategies.pipeline.partition.blocks.recording import NOT_JOINED, KnownCalls, RecordedCalls
 from strategies.pipeline.stage.layers import Before, is_checkpointing, is_recomputing
 from strategies.pipeline.stage.microbatch.split import pack_objects, unpack_objects
 from strategies.sharding.gathered_layers import alone

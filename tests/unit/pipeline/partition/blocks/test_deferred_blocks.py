@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from strategies.pipeline.partition.blocks.deferred_blocks import DeferredBlocks
 from strategies.pipeline.partition.blocks.expected import ExpectedOutputs
-from strategies.pipeline.partition.blocks.recorder import DeferredBlocks
 from strategies.pipeline.partition.blocks.recording import KnownCalls, RecordedCalls
 from strategies.pipeline.partition.sequential import cut
 from strategies.pipeline.stage.microbatch.split import NoChunk, merge, split
