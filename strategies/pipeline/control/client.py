@@ -23,7 +23,7 @@ from torch.distributed import rpc
 
 from strategies.commands.declaration import Call, declarations_of
 from strategies.commands.failure import Failure
-from strategies.commands.host import AfterFailure, follow, perform, progress
+from strategies.commands.host import AfterFailure, follow, perform
 from strategies.common.errors import PeerFailed, WorkerLost, is_consequence
 from strategies.pipeline.control.commands import NamedParameters, StageCommands, meets_replicas
 from strategies.pipeline.transport.channel import Sender, unrecorded
@@ -420,11 +420,13 @@ class _SentCalls:
     run_again = run
 
 
-class _Question:
-    """Calls of which the last has a result.
+class Answer(Generic[R]):
+    """The result of a command, which may be under way.
 
-    Attributes:
-        result: Done when the result has arrived.
+    Args:
+        stage: The stage that runs the command.
+        calls: The command, and before it commands without results that are sent with it.
+        is_logged: Whether a log may repeat the command.
     """
 
     def __init__(self, stage: "RemoteStage", calls: list[Call], *, is_logged: bool) -> None:
@@ -432,39 +434,29 @@ class _Question:
         self._copy = pickle.dumps(calls) if is_logged else b""
         self.size_bytes = len(self._copy)
         self.meets_replicas = any(map(meets_replicas, calls))
-        self.result: Future[Any] = Future()
+        self._result: Future[R] = Future()
 
     @property
     def is_answered(self) -> bool:
         """Whether the result has arrived."""
-        return self.result.done() and self.result.exception() is None
+        return self._result.done() and self._result.exception() is None
 
     def run(self) -> None:
+        """Send the command."""
         calls, self._calls = self._calls, []
-        self._stage.call(calls, self.result)
+        self._stage.call(calls, self._result)
 
     def run_again(self) -> None:
+        """Send the command to a new process, as far as the result or the state of the stage needs it."""
         calls = pickle.loads(self._copy)
         writes_snapshot = calls[-1][0] == StageCommands.snapshot.__name__
         if not self.is_answered or writes_snapshot:  # a snapshot cannot be used until it has been written again
-            self.result = Future()
-            self._stage.call(calls, self.result)
+            self._result = Future()
+            self._stage.call(calls, self._result)
         elif not _DECLARATIONS[calls[-1][0]].only_reads:
             self._stage.repeat(calls)
         elif len(calls) > 1:
             self._stage.transmit(pickle.dumps(calls[:-1]))
-
-
-class Answer(Generic[R]):
-    """The result of a command, which may be under way.
-
-    Args:
-        stage: The stage that runs the command.
-        asked: The command.
-    """
-
-    def __init__(self, stage: "RemoteStage", asked: _Question) -> None:
-        self._stage, self._asked = stage, asked
 
     def wait(self) -> R:
         """Wait for the result.
@@ -474,10 +466,10 @@ class Answer(Generic[R]):
                 failure of this command is raised, so that values that a broken pipeline still holds can be fetched.
         """
         while True:
-            failures, asked = self._stage.present_failures, self._asked
+            failures, result = self._stage.present_failures, self._result
             if failures.raised:
                 return self.rescue()
-            wait_for_any(asked.result, failures.first)
+            wait_for_any(result, failures.first)
             failures.settle()
             if failures.current is failures:
                 return self.rescue()
@@ -489,7 +481,7 @@ class Answer(Generic[R]):
             WorkerLost: If this stage has been given up.
         """
         while True:
-            failures, result = self._stage.present_failures, self._asked.result
+            failures, result = self._stage.present_failures, self._result
             if failures.repair is not None:
                 wait_for_any(result, failures.first)
                 if not (result.done() and result.exception() is None) and failures.repair.result() is not None:
@@ -720,14 +712,13 @@ class RemoteStage(NotCopyable):
     def ask(self, command: StageCommand[P, R], *args: P.args, **kwargs: P.kwargs) -> Answer[R]:
         """Send a command that has a result, without waiting for it."""
         self.version += _DECLARATIONS[command.__name__].changes_values
-        asked = _Question(
-            self, [*self._taken_from_queue(), (command.__name__, args, kwargs)], is_logged=self._log is not None
-        )
+        calls: list[Call] = [*self._taken_from_queue(), (command.__name__, args, kwargs)]
+        answer = Answer[R](self, calls, is_logged=self._log is not None)
         if self._log is None:
-            asked.run()
+            answer.run()
         else:
-            self._log.perform(asked, asked.run)
-        return Answer(self, asked)
+            self._log.perform(answer, answer.run)
+        return answer
 
     def ask_unlogged(self, command: StageCommand[P, R], *args: P.args, **kwargs: P.kwargs) -> "Future[R]":
         """Send a command that no log keeps, and that no new worker repeats.
@@ -812,10 +803,6 @@ class RemoteStage(NotCopyable):
     def cause_of(self, error: Exception) -> Exception:
         """Return why a call of :meth:`beside` failed: the process cannot be reached, or the function's exception."""
         return cause_of(error, self.description, self.process)
-
-    def ask_for_progress(self) -> Any:
-        """Ask what the stage does; the answer is a :class:`~strategies.common.activity.Progress`."""
-        return self.begin_beside(progress)
 
     def readable(self) -> "RemoteStage":
         """Return the stage if user code, which may ask at any time, can read its values now.

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from strategies.commands.host import progress
 from strategies.common.activity import Progress
 from strategies.launch.session import BUSY_FACTOR
 from strategies.pipeline.control.client import RemoteStage
@@ -81,7 +82,7 @@ class _WatchedStage:
             answer = self._answer()
         if self._has_gone:
             return
-        self._silent, self._asked = 0, self.remote.ask_for_progress()
+        self._silent, self._asked = 0, self.remote.begin_beside(progress)
         if answer is not None:
             self._judge(answer)
 

@@ -110,7 +110,7 @@ class Executor(NotCopyable):
     def __init__(self, parts: PipelineParts) -> None:
         self._parts, self.stage, self.edges, self.remotes = parts, parts.stage, parts.edges, parts.remotes
         self.module, self.settings = parts.module, parts.settings
-        self.programs, self.num_stages = parts.programs, len(parts.stages)
+        self.programs = parts.programs
         self.agree = parts.agree
         ends = [*parts.programs.placement.firsts, len(parts.programs.rank_of)]
         mail = parts.edges.mail

@@ -211,7 +211,7 @@ class _MicrobatchCode:
             recorder.begin()
         if number == 0:
             code = partial(self._in_context, self._codes[m])
-            self._steps.append(self._threads.begin(code, layer_seed(this.seed, m, -1), this.context))
+            self._steps.append(self._threads.begin(code, layer_seed(this.seed, m, -1)))
         else:
             output, slots = self._cut_off(self._output(m, number - 1))
             self._slots[m].append(slots)

@@ -125,7 +125,6 @@ class SuspendedStep:
         function: The function.
         seed: The seed of its random numbers.
         device: The device of this process.
-        expected: The settings under which the function is expected to call the module.
         python: The state of Python's generator.
         lists: A description of each list of layers that the function has to call, in this order.
     """
@@ -135,7 +134,6 @@ class SuspendedStep:
         function: Callable[[], Any],
         seed: int,
         device: torch.device,
-        expected: PassContext | None,
         python: PythonGenerator,
         lists: Sequence[str],
     ) -> None:
@@ -147,7 +145,7 @@ class SuspendedStep:
         """The settings of the thread during that call."""
         self.result: Any = None
         """The return value of the function."""
-        self._device, self._seed, self._expected, self._python = device, seed, expected, python
+        self._device, self._seed, self._python = device, seed, python
         self._lists, self._num_calls = lists, 0
         self._device_types = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
         self._random_state: list[Any] | None = None
@@ -216,10 +214,8 @@ class SuspendedStep:
                 "that run it once per micro-batch, such as '1f1b', run the lists of layers in the order of "
                 f"module=[{', '.join(self._lists)}]. Name them in the order of their calls, or use schedule='gpipe'."
             )
-        expected = self._expected
-        is_expected = expected is not None and expected.is_current(self._device.type)
         self.input, self.has_called, self._num_calls = input, True, self._num_calls + 1
-        self.context = expected if is_expected else PassContext.capture(self._device.type)
+        self.context = PassContext.capture(self._device.type)
         del input
         self._suspended = getcurrent()  # a greenlet of the user if training_step calls the module in one
         go_on, output = self._lead.switch(None)
@@ -275,18 +271,17 @@ class Steps:
             running = running.parent
         return None
 
-    def begin(self, function: Callable[[], Any], seed: int, expected: PassContext | None = None) -> SuspendedStep:
+    def begin(self, function: Callable[[], Any], seed: int) -> SuspendedStep:
         """Run a function until it calls the module or ends.
 
         Args:
             function: The function.
             seed: The seed of its random numbers.
-            expected: The settings under which the function is expected to call the module. They need no capture then.
 
         Raises:
             Exception: Any exception that the function raises.
         """
-        step = SuspendedStep(function, seed, self._device, expected, self._python, self.lists)
+        step = SuspendedStep(function, seed, self._device, self._python, self.lists)
         try:
             step.resume()
         except BaseException:  # including KeyboardInterrupt, while the function still runs

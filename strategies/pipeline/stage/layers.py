@@ -124,27 +124,6 @@ class PassContext:
             inference=torch.is_inference_mode_enabled(),
         )
 
-    def is_current(self, device_type: str) -> bool:
-        """Whether :meth:`capture` would return settings equal to these."""
-        return (
-            [kind for kind, _, _ in self.autocast]
-            == (["cpu"] if device_type == "cpu" else sorted({"cpu", device_type}))
-            and all(
-                torch.is_autocast_enabled(kind) == enabled and torch.get_autocast_dtype(kind) == dtype
-                for kind, enabled, dtype in self.autocast
-            )
-            and torch.is_autocast_cache_enabled() == self.autocast_cache
-            and torch.get_default_dtype() == self.default_dtype
-            and _matmul_precision() == self.matmul_precision
-            and _backend_flags(torch.backends) == self.backend_flags
-            and _attention_kernels() == self.attention_kernels
-            and torch.are_deterministic_algorithms_enabled() == self.deterministic
-            and torch.is_deterministic_algorithms_warn_only_enabled() == self.deterministic_warn_only
-            and torch.is_anomaly_enabled() == self.anomaly
-            and torch.is_anomaly_check_nan_enabled() == self.anomaly_check_nan
-            and torch.is_inference_mode_enabled() == self.inference
-        )
-
     def apply(self) -> None:
         """Apply the settings that are global to a process. Only workers call this: their process runs only the pass.
 

@@ -359,7 +359,7 @@ class RecordedCalls:
             _refuse_checkpoint_around(block)
             return
         grad, context = self._settings
-        if grad != torch.is_grad_enabled() or not context.is_current(self.device.type):
+        if grad != torch.is_grad_enabled() or context != PassContext.capture(self.device.type):
             what = "grad mode" if grad != torch.is_grad_enabled() else "autocast or other setting"
             raise RuntimeError(
                 f"block {block} is called under a different {what} than block {dotted(self._path, self.names[0])}; "

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from strategies.commands import host
 from strategies.common.activity import Activity, Progress, noted
 from strategies.pipeline.control import hanging_stages
 from strategies.pipeline.control.client import Failures, RemoteStage, StageProcess
@@ -34,13 +35,14 @@ class Answers:
         process = StageProcess("process 7 on here", ended=lambda: None, doing=lambda: "in F2, layer 1", kill=self.kill)
         self.remote = RemoteStage("name", None, "stage 1 (layers 1 to 1: Linear)", process, self.failures)
         self._answer = answer
-        vars(self.remote)["ask_for_progress"] = self.ask
+        vars(self.remote)["begin_beside"] = self.ask
 
     def kill(self) -> None:
         self.killed.set()
         self.over.set()
 
-    def ask(self) -> Any:
+    def ask(self, function: Callable[..., Any]) -> Any:
+        assert function is host.progress
         answer = self._answer(self.asked)
         self.asked += 1
         if self.asked == self.ended_after:
