@@ -166,7 +166,7 @@ def in_a_worker(names: list[str]) -> tuple[list[bool], bool]:
         with context.entered(grad=True):
             arrived.append(PassContext.capture("cpu") == context)
         before.apply()
-    return arrived, before.is_current("cpu")
+    return arrived, PassContext.capture("cpu") == before
 
 
 def test_settings_arrive_on_workers_and_go_again() -> None:
