@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.report import Effort, Section, Table, quartiles, ratios, spread
 from strategies import RPCSequentialStrategy
-from strategies.pipeline.driver import BatchRecording
+from strategies.pipeline.control.batch_recording import BatchRecording
 from strategies.pipeline.schedule.tables import SCHEDULES, recomputed
 from strategies.pipeline.stage.microbatch.by_length import cut_by_costs, split_by_length
 from strategies.pipeline.stage.microbatch.split import split_batch

@@ -31,9 +31,10 @@ from strategies.lightning.compat import (
     rank_zero_warn,
 )
 from strategies.lightning.hooks import Undo, add_to_progress_bar
+from strategies.pipeline.control.batch_recording import BatchRecording
 from strategies.pipeline.control.client import RemoteStage
 from strategies.pipeline.control.clocks import Clock
-from strategies.pipeline.driver import BatchRecording, Pipeline
+from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.stage.records import ProcessRecords, Record
 from strategies.planning.imbalance import STEPS_TO_ASSESS, LastSteps, assess, measured_step
 from strategies.planning.measured import (

@@ -8,7 +8,6 @@ Between :meth:`Pipeline.start` and :meth:`Pipeline.close`, a call of the ``nn.Se
 ``nn.ModuleList``, the call of its last block runs it (:mod:`strategies.pipeline.partition.blocks`).
 """
 
-import time
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from concurrent.futures import Future
@@ -41,6 +40,7 @@ from strategies.launch.workers import Workers, share_of_threads
 from strategies.optim.restricted import numbers_of, parameters_of
 from strategies.optim.trial import check_divisible
 from strategies.pipeline.construction.recording import Construction
+from strategies.pipeline.control.batch_recording import BatchRecording
 from strategies.pipeline.control.client import (
     Failures,
     InterruptibleWait,
@@ -143,64 +143,6 @@ def _stage_process(processes: Workers | Ranks, i: int) -> StageProcess:
         doing=lambda: processes.doing(i),
         kill=lambda: processes.kill(i),
     )
-
-
-class BatchRecording:
-    """A recording of the actions of every process of a pipeline in one batch, until it is stopped.
-
-    Args:
-        pipeline: The pipeline.
-        batch: The number of the batch.
-
-    Attributes:
-        begin: When the current processes began to record. Later than the start of the recording if layers have moved.
-        balance: The balance of the pipeline at that time.
-    """
-
-    def __init__(self, pipeline: "Pipeline", batch: int) -> None:
-        self._pipeline, self.batch = pipeline, batch
-        self.begin, self.balance = time.perf_counter(), pipeline.balance
-        self._answers: Callable[[], list[ProcessRecords]] | None = None
-        self._records: list[ProcessRecords] | None = None
-        self._is_lost = False
-
-    def begin_again(self) -> None:
-        """Continue the recording with new processes, because the previous processes have ended."""
-        self.begin, self.balance = time.perf_counter(), self._pipeline.balance
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the recording has been stopped."""
-        return self._answers is not None
-
-    @property
-    def is_taken(self) -> bool:
-        """Whether the records have been received or lost."""
-        return self._is_lost or self._records is not None
-
-    def stop(self) -> None:
-        """Stop recording. Does not wait for the workers, which may still be busy. Can be called several times."""
-        if self._answers is None:
-            self._answers = self._pipeline.stop_recording()
-
-    def take(self) -> list[ProcessRecords] | None:
-        """Wait for the records of a stopped recording.
-
-        Returns:
-            The records of each process, with the driver's last; ``None`` if a worker was lost with its records.
-        """
-        assert self._answers is not None
-        if self._records is None and not self._is_lost:
-            records = self._answers()
-            if not self._is_lost:  # it may have become lost above
-                self._records = records
-        return self._records
-
-    def lose(self) -> None:
-        """Mark the records as lost if they have not been taken, because the workers have ended."""
-        if self._records is None:
-            self._is_lost = True
-            self._answers = lambda: []
 
 
 class Pipeline(NotCopyable):
@@ -475,7 +417,7 @@ class Pipeline(NotCopyable):
         if self._replicas is not None and self._running is not None:
             self._running.executor.complete_gradients()
 
-    def start_recording(self, batch: int) -> "BatchRecording":
+    def start_recording(self, batch: int) -> BatchRecording:
         """Start to record the actions of every process in a batch, until the recording is stopped.
 
         Returns the current recording if it is of the same batch. Stops the recording of another batch.
@@ -488,7 +430,7 @@ class Pipeline(NotCopyable):
                 if current.batch == batch:
                     return current
                 current.stop()
-        current = BatchRecording(self, batch)
+        current = BatchRecording(batch, self.balance, self._stop_recording)
         self._recordings = [*(each for each in self._recordings if not each.is_taken), current]
         self._record()
         return current
@@ -499,12 +441,7 @@ class Pipeline(NotCopyable):
         for remote in self.remotes:
             remote.ask(StageCommands.record, True)  # the answer is empty
 
-    def stop_recording(self) -> Callable[[], list[ProcessRecords]]:
-        """Stop recording. :class:`BatchRecording` calls this.
-
-        Returns:
-            A function that waits for the records and returns those of each process, with the driver's last.
-        """
+    def _stop_recording(self) -> Callable[[], list[ProcessRecords]]:
         assert self._running is not None
         stage = self._running.executor.stage
         recorder, stage.recorder, self.optimizers.recorder = stage.recorder, None, None
@@ -682,7 +619,7 @@ class Pipeline(NotCopyable):
         for recording in self._recordings:
             if not recording.is_over:  # it recorded the previous workers
                 self._record()
-                recording.begin_again()
+                recording.begin_again(self.balance)
 
     def _warn_of_held_tensors(self, built: set[int]) -> None:
         held = self._construction.held_elsewhere(built) if self._construction is not None else []

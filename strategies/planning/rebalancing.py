@@ -16,7 +16,8 @@ from strategies.lightning.features.layers.moving_layers import check_can_move, c
 from strategies.lightning.hooks import Undo
 from strategies.lightning.options import Options, Rebalance
 from strategies.lightning.run import Preparation, Run
-from strategies.pipeline.driver import BatchRecording, Pipeline
+from strategies.pipeline.control.batch_recording import BatchRecording
+from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
 from strategies.planning.imbalance import STEPS_TO_ASSESS, Imbalance, LastSteps, assess, measured_step
 

@@ -131,6 +131,7 @@ ELSEWHERE: dict[str, list[str]] = {
         "unit/checkpoint/test_references.py",
         "integration/models/test_configure_model.py",
     ],
+    "strategies/pipeline/control/batch_recording.py": ["integration/pipeline/test_monitor.py"],
     "strategies/pipeline/control/commands.py": [
         "unit/pipeline/control/test_stage_commands.py",
         "integration/pipeline/test_typed_commands.py",

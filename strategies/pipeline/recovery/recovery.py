@@ -11,8 +11,8 @@ from strategies.common.errors import PeerFailed
 from strategies.launch.rounds import Rounds
 from strategies.pipeline.control.client import Answer, Failures, RemoteStage, wait_for_any
 from strategies.pipeline.control.commands import StageCommands
-from strategies.pipeline.recovery.links import LoggedTransport
 from strategies.pipeline.recovery.log import Log, NotRepeated
+from strategies.pipeline.recovery.logged_transport import LoggedTransport
 from strategies.pipeline.recovery.repairs import Recovery, Repair, Repairs
 from strategies.pipeline.recovery.together import InStep, Together
 from strategies.pipeline.recovery.verification import check_repeated

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from strategies.pipeline.control.client import Failures
-from strategies.pipeline.recovery.links import LoggedTransport
 from strategies.pipeline.recovery.log import Log
+from strategies.pipeline.recovery.logged_transport import LoggedTransport
 
 STAGES = ["stage 0", "stage 1 (layers 2 to 3: Linear, Noise)"]
 
