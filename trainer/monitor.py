@@ -291,7 +291,7 @@ class PipelineMonitor(Callback):
         found = assess(
             self._costs.steps,
             pipeline.kinds_of_layers(),
-            pipeline.programs.actions,
+            pipeline.programs.actions_of_step,
             balance,
         )
         told = self._told.setdefault(tuple(balance), _Told())
@@ -403,7 +403,7 @@ def _predicted(pipeline: Pipeline, rows: Sequence[Sequence[Record]], measured: S
     if not settings.pipelined_backward:
         return None  # the backward passes of all micro-batches were one action
     microbatches = 1 + max(step.microbatch for step in measured.end)
-    table = pipeline.programs.actions(microbatches)
+    table = pipeline.programs.actions_of_step(microbatches)
     return from_first_forward(predicted_timetable(rows, measured, table, whole_batch=not settings.interleaves))
 
 

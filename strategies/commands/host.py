@@ -35,7 +35,7 @@ class Hosted(Protocol):
 
 T = TypeVar("T", bound=Hosted)
 
-LinkMessage = Sequence[Call] | int | None
+Order = Sequence[Call] | int | None
 """What the only caller sends over the link: calls without results; the number of a submission, which runs now, after
 all submissions with smaller numbers; or the end of the orders."""
 
@@ -89,7 +89,7 @@ class Host(Generic[T]):
         name: str,
         activity: Activity,
         num_callers: int = 1,
-        next_order: Callable[[T], LinkMessage] | None = None,
+        next_order: Callable[[T], Order] | None = None,
     ) -> None:
         self._declarations, self._activity, self._num_callers = declarations_of(commands), activity, num_callers
         self._collected: dict[str, tuple[list[Call], list[Future[Any]]]] = {}
@@ -164,7 +164,7 @@ class _Compute(Generic[T]):
         commands: type,
         name: str,
         activity: Activity,
-        next_order: Callable[[T], LinkMessage] | None,
+        next_order: Callable[[T], Order] | None,
     ) -> None:
         self._create, self._name, self._activity, self._next_order = create, name, activity, next_order
         self._declarations = declarations_of(commands)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, device, nn
 from torch.optim import Optimizer
 
-from strategies.checkpoint.divided_parameters import RowStates, read_rows
+from strategies.checkpoint.divided_rows import RowStates, read_rows
 from strategies.checkpoint.ranks import DividedStates, RankStates, own_tensors, save_over_ranks
 from strategies.checkpoint.store import load_sharded, without_values
 from strategies.checkpoint.writer import snapshot

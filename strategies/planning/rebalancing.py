@@ -137,7 +137,7 @@ class Decisions:
         found = assess(
             self._steps.steps,
             pipeline.kinds_of_layers(),
-            pipeline.programs.actions,
+            pipeline.programs.actions_of_step,
             pipeline.balance,
         )
         return found if found.gain >= self._least_gain else None

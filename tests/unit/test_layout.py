@@ -10,7 +10,7 @@ from paths import ROOT
 TESTS = ROOT / "tests"
 
 ELSEWHERE: dict[str, list[str]] = {
-    "strategies/checkpoint/divided_parameters.py": ["integration/data_parallel/test_zero.py"],
+    "strategies/checkpoint/divided_rows.py": ["integration/data_parallel/test_zero.py"],
     "strategies/commands/declaration.py": [
         "unit/pipeline/control/test_stage_commands.py",
         "unit/remote/test_module_commands.py",

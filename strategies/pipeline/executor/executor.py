@@ -149,10 +149,11 @@ class Executor(NotCopyable):
         Args:
             microbatches: Number of micro-batches.
             grad: Whether a backward part may follow.
-            context: Settings for the forward passes; by default those of the calling thread.
+            context: Settings for the forward passes; by default those of ``like``, or of the calling thread.
             gathers: Whether gradients are kept separate from ``.grad`` until they are released.
             list_number: The list of layers that the pass runs through; 0 if it runs through all lists.
-            like: A pass with the same seed, checkpoint and context; by default those of the settings.
+            like: A pass with the seed, the checkpoint and the context to use; by default, the seed is the next one of
+                the pipeline, and the checkpoint that of the settings.
         """
         if self._layers_now() != self._layers:
             raise RuntimeError(
@@ -164,7 +165,7 @@ class Executor(NotCopyable):
         self.current = number = self._num_passes
         self._num_passes += 1
         if like is not None:
-            checkpoint, seed, context = like.checkpoint, like.seed, like.context
+            checkpoint, seed, context = like.checkpoint, like.seed, context or like.context
         else:
             checkpoint, seed = self.settings.checkpoint, self._parts.next_seed(grad)
             context = context or PassContext.capture(self.stage.device.type)

@@ -101,7 +101,7 @@ class Settings:
                 f"{num_lists} lists of layers are pipelined one after another under data_plane='gloo' only. Use it, or "
                 "name one list by module=..."
             )
-        order = posting_order if ordered else direct_order
+        add_posts = posting_order if ordered else direct_order
         schedule = "1f1b" if self.is_auto else self.schedule
         if isinstance(schedule, str) and schedule in SCHEDULES:
             named = SCHEDULES[schedule]
@@ -110,7 +110,7 @@ class Settings:
             return Programs(
                 lambda m: named.table(processes, m, chunks),
                 placement,
-                order,
+                add_posts,
                 at_once=at_once,
                 num_lists=num_lists,
                 lists=(lambda m: named.of(processes, m, chunks, num_lists)) if self.interleaves else None,
@@ -120,7 +120,7 @@ class Settings:
             return Programs(
                 lambda m: named.table(processes, m, chunks),
                 named.placement(processes, chunks),
-                order,
+                add_posts,
                 num_lists=num_lists,
                 lists=lambda m: custom_table(schedule, processes, m),
             )
@@ -128,7 +128,7 @@ class Settings:
             placement = Placement.of(custom_table(schedule, processes, self.microbatches))
         except OSError as error:
             raise ValueError(f"schedule={str(schedule)!r} is the path of a table, but: {error}.") from error
-        tables = Programs(lambda m: custom_table(schedule, processes, m), placement, order)
+        tables = Programs(lambda m: custom_table(schedule, processes, m), placement, add_posts)
         tables["training", self.microbatches, 0]  # raises an error if the table cannot run
         return tables
 

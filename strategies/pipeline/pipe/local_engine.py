@@ -56,15 +56,12 @@ class LocalEngine:
         if torch.is_grad_enabled():  # an in-place change by a layer must not count as a change of other micro-batches
             values = tree_map_only(Tensor, torch.clone, values)
         skips: list[dict[SkipKey, Tensor | None]] = [{} for _ in parts]
+        num_again = num_recomputed(this.checkpoint, this.microbatches)
         for m, i in clock_cycles(len(parts), len(self._partitions)):
-            values[m] = self._partitions[i].run(values[m], skips[m], m, this)
+            values[m] = self._partitions[i].run(values[m], skips[m], m, this, is_recomputed=m < num_again)
             if m == len(parts) - 1:
                 self._partitions[i].end_forward()
         return values
-
-
-def _is_recomputed(m: int, this: Pass) -> bool:
-    return m < num_recomputed(this.checkpoint, this.microbatches)
 
 
 def clock_cycles(microbatches: int, partitions: int) -> Iterator[tuple[int, int]]:
@@ -103,16 +100,18 @@ class _LocalPartition:
     def end_forward(self) -> None:
         self._layers.end_forward()
 
-    def run(self, value: Any, skips: dict[SkipKey, Tensor | None], m: int, this: Pass) -> Any:
+    def run(self, value: Any, skips: dict[SkipKey, Tensor | None], m: int, this: Pass, *, is_recomputed: bool) -> Any:
         """Run the layers on a micro-batch. Removes popped skips from ``skips`` and adds stashed skips."""
         carried = _on(self._device, (value, {key: skips.pop(key) for key in self._popped if key in skips}))
-        run = self._run_recomputed if _is_recomputed(m, this) else self._run_once
+        run = self._run_recomputed if is_recomputed else self._run_once
         output, stashed = run(carried, m, this)
         check_output(output, self._description)
         skips.update(stashed)
         return output
 
-    def _run_once(self, carried: Any, m: int, this: Pass, recomputing: bool = False) -> Any:
+    def _run_once(
+        self, carried: Any, m: int, this: Pass, *, checkpointing: bool = False, recomputing: bool = False
+    ) -> Any:
         with preserved_random_state(self._device):
             grad = torch.is_grad_enabled()
             return self._layers.run(
@@ -121,7 +120,7 @@ class _LocalPartition:
                 this.seed,
                 this.context,
                 grad=grad,
-                checkpointing=_is_recomputed(m, this) and not recomputing,
+                checkpointing=checkpointing,
                 recomputing=recomputing,
             )
 
@@ -136,7 +135,9 @@ class _LocalPartition:
             x = tree_unflatten(list(leaves), spec)
             own_buffers = with_buffers(buffers) if again else self._layers.buffers.kept()
             with self._reused_input.lent(x) as own, flags.entered(self._layers.layers), own_buffers as kept:
-                y = pack_objects(self._run_once(unpack_objects(own), m, this, again))
+                y = pack_objects(
+                    self._run_once(unpack_objects(own), m, this, checkpointing=not again, recomputing=again)
+                )
             buffers = kept or buffers
             return unpack_objects(tree_map_only(Tensor, _Recomputed.apply, y))
 

@@ -46,8 +46,9 @@ class Post(NamedTuple):
         microbatch: The micro-batch.
         edge: The edge.
         peer: The other process.
-        limit: Maximum number of values that this process has sent over the edge and that have not arrived; ``None`` for
-            no limit. Beyond it, this process waits for the oldest value to arrive.
+        limit: Maximum number of values that have been sent over the channel and have not arrived, after which a send
+            waits for the oldest of them; of small values there may be more. A receive frees what was sent over the same
+            edge in the other direction, except for so many values. ``None`` for no limit.
     """
 
     way: Literal["SEND", "RECV"]

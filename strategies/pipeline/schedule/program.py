@@ -41,8 +41,8 @@ class Program:
     Attributes:
         rows: The operations of each rank: its actions, sends and receives, the exchange of tied parameters, and in the
             driver's row, which is the last, the user's code: before the call of a list of layers (``b``, which sends
-            the input of a micro-batch to the first stage) and its backward pass (``a``, which receives the gradients of
-            the input).
+            the input of a micro-batch to the first stage), its backward pass (``a``, which receives the gradients of
+            the input), and where the code takes the output of the last stage (:class:`Result`).
     """
 
     rows: Sequence[Row]
@@ -124,6 +124,7 @@ class Programs(dict[tuple[ProgramPart, int, int], Program]):
 
     def __missing__(self, key: tuple[ProgramPart, int, int]) -> Program:
         part, microbatches, number = key
+        assert number == 0 or part != "training" or self._lists is None, "this table has all lists"
         if number:
             found = self[part, microbatches, 0].from_stage(self.placement.firsts[number])
         elif part == "training":
@@ -135,7 +136,7 @@ class Programs(dict[tuple[ProgramPart, int, int], Program]):
         self[key] = found
         return found
 
-    def actions(self, microbatches: int) -> list[list[Action]]:
+    def actions_of_step(self, microbatches: int) -> list[list[Action]]:
         """Return the actions of each rank in a training step, of all lists."""
         numbers = range(self.placement.num_lists)
         if self._lists is not None or len(numbers) == 1:
@@ -318,16 +319,17 @@ def _compiled(
         limit: Maximum number of values in transit on one channel. It bounds memory and must cause no deadlock.
         placement: The process of each stage.
         add_posts: Adds sends and receives.
-        exchanges: The exchanges of tied parameters at the begin and at the end.
-        unlimited: The channel without a limit.
+        exchanges: The exchanges of tied parameters at the beginning and at the end.
+        unlimited: The channel whose sends have no limit.
     """
     *others, own = add_posts(_by_rank(rows, placement.driver), placement.num_stages)
     first, last = ([] if exchange is None else [exchange] for exchange in exchanges)
 
     def limited(operation: Operation) -> Operation:
-        if not isinstance(operation, Post) or (operation.kind, operation.edge) == unlimited:
+        if not isinstance(operation, Post):
             return operation
-        return operation._replace(limit=limit)
+        is_unlimited = operation.way == "SEND" and (operation.kind, operation.edge) == unlimited
+        return operation if is_unlimited else operation._replace(limit=limit)
 
     whole = [*others, _with_results(own, placement.num_stages - 1)]
     return Program([[*first, *map(limited, row), *last] for row in whole])

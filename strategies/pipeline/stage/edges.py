@@ -207,10 +207,13 @@ class Edges:
                 if has_gradients and kind == "F":
                     self._answered.add(key)
             return
-        if kind == "F" or key in self._answered:
+        is_sent = kind == "F" or key in self._answered
+        if is_sent:
             self._answered.discard(key)
             mail.expect(self._receivers[kind, e].begin(this.number, m), this.number, m)
-        if post.limit is not None:  # so that the memory of small messages is reused
+        # Frees the memory of small messages, of which all but the last ``limit`` have arrived by now. If a worker
+        # receives nothing here, this need not be so.
+        if post.limit is not None and (is_sent or e in self.firsts):
             self._senders["F" if kind == "B" else "B", e].release(post.limit)
 
     def begin(self) -> None:

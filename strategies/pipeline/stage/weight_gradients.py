@@ -118,7 +118,7 @@ def _convolution(dims: int) -> tuple[Callable[..., Tensor], _Function]:
     return function, _Function(function, _convolution_grad(0), _convolution_grad(1), lambda grad: grad.sum(axes))
 
 
-class _Delayable(NamedTuple):
+class _DelayableCall(NamedTuple):
     """The arguments of a call that can leave a gradient for later."""
 
     kind: _Function
@@ -128,27 +128,27 @@ class _Delayable(NamedTuple):
     others: tuple[Any, ...] = ()
 
 
-def _linear(input: Any, weight: Any, bias: Any = None) -> _Delayable:
-    return _Delayable(_LINEAR, input, weight, bias)
+def _linear(input: Any, weight: Any, bias: Any = None) -> _DelayableCall:
+    return _DelayableCall(_LINEAR, input, weight, bias)
 
 
 def _addmm(
     input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1, out: Any = None
-) -> _Delayable | None:
+) -> _DelayableCall | None:
     is_plain = beta == 1 and alpha == 1 and out is None and isinstance(input, Tensor) and isinstance(mat2, Tensor)
-    return _Delayable(_ADDMM, mat1, mat2, input) if is_plain and input.shape == mat2.shape[1:] else None
+    return _DelayableCall(_ADDMM, mat1, mat2, input) if is_plain and input.shape == mat2.shape[1:] else None
 
 
-def _conv(dims: int) -> Callable[..., _Delayable | None]:
+def _conv(dims: int) -> Callable[..., _DelayableCall | None]:
     _, kind = _convolution(dims)
 
     def call(
         input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1
-    ) -> _Delayable | None:
+    ) -> _DelayableCall | None:
         if isinstance(padding, str) or not isinstance(input, Tensor) or input.dim() != dims + 2:
             return None
         settings = [[value] * dims if isinstance(value, int) else list(value) for value in (stride, padding, dilation)]
-        return _Delayable(kind, input, weight, bias, (*(s * dims if len(s) == 1 else s for s in settings), groups))
+        return _DelayableCall(kind, input, weight, bias, (*(s * dims if len(s) == 1 else s for s in settings), groups))
 
     return call
 
@@ -161,7 +161,7 @@ def _embedding(
     norm_type: float = 2.0,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
-) -> _Delayable | None:
+) -> _DelayableCall | None:
     if max_norm is not None or scale_grad_by_freq or sparse or not isinstance(weight, Tensor):
         return None
     if weight.device.type not in ("cpu", "meta"):  # on a GPU, the order of sums of index_add_ varies
@@ -171,10 +171,10 @@ def _embedding(
         padding = padding_idx + len(weight) if padding_idx < 0 else padding_idx
         if not 0 <= padding < len(weight):
             return None  # torch raises the error
-    return _Delayable(_EMBEDDING, input, weight, None, (padding,))
+    return _DelayableCall(_EMBEDDING, input, weight, None, (padding,))
 
 
-_CALLS: Mapping[Any, Callable[..., _Delayable | None]] = {
+_CALLS: Mapping[Any, Callable[..., _DelayableCall | None]] = {
     functional.linear: _linear,
     functional.embedding: _embedding,
     torch.addmm: _addmm,
@@ -209,10 +209,10 @@ class WeightGradients:
     """
 
     def __init__(self, *, at_once: bool = False) -> None:
-        self._left: list[tuple[_Delayable, Tensor]] = []
+        self._left: list[tuple[_DelayableCall, Tensor]] = []
         self._at_once = at_once
 
-    def add(self, call: _Delayable, grad: Tensor) -> None:
+    def add(self, call: _DelayableCall, grad: Tensor) -> None:
         """Leave the gradients of the parameters of a call for :meth:`compute`."""
         self._left.append((call, grad))
         if self._at_once:
@@ -285,7 +285,7 @@ class DelayedWeights(TorchFunctionMode):
                 self._in_attention = False
         return func(*args, **arguments)
 
-    def _is_worth_it(self, call: _Delayable) -> bool:
+    def _is_worth_it(self, call: _DelayableCall) -> bool:
         """Whether to handle the gradient of the weight here rather than in autograd.
 
         Under autocast, its precision differs from that of ``.grad``, so adding it in place gains nothing.
@@ -299,7 +299,7 @@ def _casts(device: str) -> bool:
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)  # not on meta
 
 
-def _can_wait(call: _Delayable) -> bool:
+def _can_wait(call: _DelayableCall) -> bool:
     """Whether the gradients of the parameters may be computed later, with the same result."""
     if type(call.x) is not Tensor or type(call.weight) is not nn.Parameter or not call.weight.requires_grad:
         return False
@@ -354,7 +354,7 @@ class _Delayed(torch.autograd.Function):
         grad_x = kind.input_grad(grad, x, used, *others).to(ctx.dtype) if wants_x else None
         hooked = _has_hooks(weight) or (bias is not None and _has_hooks(bias))  # since the forward pass
         if ctx.delays.left is not None and not torch.is_grad_enabled() and not hooked and _accumulates(ctx, weight):
-            ctx.delays.left.add(_Delayable(kind, x, weight, bias if wants_bias else None, others), grad)
+            ctx.delays.left.add(_DelayableCall(kind, x, weight, bias if wants_bias else None, others), grad)
             return grad_x, None, None, None, None, None
         grad_weight = kind.weight_grad(grad, x, used, *others).to(weight.dtype) if wants_weight else None
         grad_bias = kind.bias_grad(grad).to(bias.dtype) if wants_bias else None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from strategies.commands.host import LinkMessage
+from strategies.commands.host import Order
 from strategies.common.activity import Activity
 from strategies.common.autograd import GatheredGradients
 from strategies.common.stage_layers import describe
@@ -205,10 +205,10 @@ class HostedStage(StageCommands):
         if self._transport is not None:
             self._transport.abort()
 
-    def next_order(self) -> LinkMessage:
+    def next_order(self) -> Order:
         """Wait for the driver's next order; see :meth:`~strategies.commands.host.Host.follow`."""
         assert self._orders is not None
-        order: LinkMessage = pickle.loads(self._orders.receive(0, 0).numpy())
+        order: Order = pickle.loads(self._orders.receive(0, 0).numpy())
         return order
 
     # Passes

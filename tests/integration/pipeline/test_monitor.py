@@ -127,7 +127,7 @@ def traces(found: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
 
 def test_every_action_is_recorded_once_where_it_ran(found: dict[str, dict[str, Any]], schedule: str) -> None:
     programs = Settings(microbatches=MICROBATCHES, schedule=schedule).programs(STAGES[schedule])
-    expected = [[repr(action) for action in row] for row in programs.actions(MICROBATCHES)]
+    expected = [[repr(action) for action in row] for row in programs.actions_of_step(MICROBATCHES)]
     for events in traces(found[schedule]):
         rows: list[list[str]] = [[] for _ in expected]
         for event in events:

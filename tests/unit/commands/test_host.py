@@ -12,7 +12,7 @@ import pytest
 
 from strategies.commands.declaration import Call, command
 from strategies.commands.failure import Failure
-from strategies.commands.host import AfterFailure, Host, LinkMessage
+from strategies.commands.host import AfterFailure, Host, Order
 from strategies.common.activity import Activity
 
 
@@ -98,7 +98,7 @@ def test_a_failure_is_the_result_and_the_host_goes_on() -> None:
 
 
 def test_a_host_that_follows_a_link_runs_orders_and_submissions_in_the_order_of_the_link() -> None:
-    orders: SimpleQueue[LinkMessage] = SimpleQueue()
+    orders: SimpleQueue[Order] = SimpleQueue()
     own = Host(Numbers, Commands, name="", activity=Activity(), next_order=lambda _: orders.get()).start()
     own.submit([call_of(Commands.append, 0)], 0).wait()
     ended, second, first = own.follow(), own.submit([call_of(Commands.append, 4)], 2), None
@@ -114,7 +114,7 @@ def test_a_host_that_follows_a_link_runs_orders_and_submissions_in_the_order_of_
 
 
 def test_after_an_order_has_failed_no_more_orders_run_and_results_tell_the_failure() -> None:
-    orders: SimpleQueue[LinkMessage] = SimpleQueue()
+    orders: SimpleQueue[Order] = SimpleQueue()
     own = Host(Numbers, Commands, name="", activity=Activity(), next_order=lambda _: orders.get()).start()
     own.submit([call_of(Commands.append, 0)], 0).wait()
     for number in (1, 2):

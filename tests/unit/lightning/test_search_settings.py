@@ -82,4 +82,4 @@ def test_a_schedule_of_several_lists_is_used_for_lists_of_the_same_lengths() -> 
     assert not is_used(7) and not is_used(4, 3) and not is_used(3, 4, given="even")
     programs = with_schedule(Settings(schedule="auto"), planned).programs(2, num_lists=2)
     assert programs.placement.firsts == [0, 2]
-    assert [len(row) for row in programs.actions(4)] == [16, 16] and len(programs.actions(3)[0]) == 12
+    assert [len(row) for row in programs.actions_of_step(4)] == [16, 16] and len(programs.actions_of_step(3)[0]) == 12

@@ -102,7 +102,7 @@ def test_a_schedule_is_found_and_the_model_is_left_alone(caplog: pytest.LogCaptu
     assert line.startswith("RPCSequentialStrategy: schedule='auto' chooses ") and f"balance {planned.balance}" in line
     tables = with_schedule(Settings(schedule="auto", chunks=2), planned).programs(2)
     for number in (1, 3, 4):
-        assert sum(map(len, tables.actions(number))) >= 2 * number * len(planned.balance)
+        assert sum(map(len, tables.actions_of_step(number))) >= 2 * number * len(planned.balance)
 
 
 def test_what_is_given_limits_the_choice() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from strategies.common.torch_compat import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-KindsOfTable = tuple[tuple[Any, ...] | None, ...]
+TableKinds = tuple[tuple[Any, ...] | None, ...]
 """The kinds of the tensors in a table; see :func:`kinds_of`."""
 
 
@@ -113,7 +113,7 @@ def _decide(one: Any, other: Any, rows: int, probe_rows: int) -> bool | None:
     return True if one.shape[1:] == other.shape[1:] and first == ((rows,), (probe_rows,)) else None
 
 
-def kinds_of(table: Sequence[Any], rows: int) -> KindsOfTable:
+def kinds_of(table: Sequence[Any], rows: int) -> TableKinds:
     """Return a cache key for decisions: for each tensor the dtype, the number of dimensions and the first size.
 
     A first size of ``rows`` becomes -1, so that the key does not depend on the size of the batch.

@@ -83,7 +83,7 @@ def _value(action: Action) -> tuple[Any, int, int]:
 def ours(table: ActionTable) -> list[list[Operation]]:
     """The posting order of a table whose last process is the driver, without the driver's code."""
     tables = Programs(lambda m: table, Placement.of(table))
-    actions = tables.actions(1 + max(action.microbatch for action in table[0]))
+    actions = tables.actions_of_step(1 + max(action.microbatch for action in table[0]))
     return posting_order(actions, len(tables.rank_of))
 
 

@@ -153,7 +153,7 @@ def early(rows: Sequence[Sequence[Operation]]) -> list[tuple[int, int, int]]:
 def test_the_order_of_1f1b() -> None:
     programs = Settings(schedule="1f1b").programs(2)
     program = programs["training", 3, 0]
-    assert [" ".join(map(repr, row)) for row in posting_order(programs.actions(3), 2)] == [
+    assert [" ".join(map(repr, row)) for row in posting_order(programs.actions_of_step(3), 2)] == [
         "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0F2 0RECV_B1 0SEND_F2 0B1 0RECV_B2 0B2",
         "1RECV_F0 1F0 1B0 1RECV_F1 1SEND_B0 1F1 1B1 1SEND_B1 1RECV_F2 1F2 1B2 1SEND_B2",
     ]
@@ -272,7 +272,7 @@ def test_the_order_costs_no_time_where_streams_are_independent(name: str) -> Non
     """Neither if processes post far ahead of their devices, nor if posting takes as long as the actions."""
     for p, m in ((2, 8), (4, 9), (8, 16)):
         tables = Settings(**CHOICES[name]).programs(p)
-        table = tables.actions(m)
+        table = tables.actions_of_step(m)
         least = simulate(table, ActionCosts(backward=2.0)).total_time
         rows = posted(tables["training", m, 0], len(tables.rank_of))
         assert check_runs(rows, independent_streams=True, seconds=seconds) == least

@@ -40,6 +40,12 @@ def limits_of(program: Program) -> set[int]:
     return {post.limit for post in posts if post.limit is not None}
 
 
+def unlimited_of(program: Program) -> set[tuple[str, str, int]]:
+    """Return the ends of channels without a limit: way, kind and edge."""
+    posts = [operation for row in program.rows for operation in row if isinstance(operation, Post)]
+    return {(post.way, post.kind, post.edge) for post in posts if post.limit is None}
+
+
 def table_of(rows: list[str]) -> list[list[Action]]:
     return [[Action.parse(text) for text in row.split()] for row in rows]
 
@@ -47,7 +53,7 @@ def table_of(rows: list[str]) -> list[list[Action]]:
 def test_the_driver_has_the_last_rank() -> None:
     assert ranks_of(loop(3, 2)) == (0, 1, 2, 0, 1, 2)
     assert ranks_of(v(3)) == (2, 0, 1, 1, 0, 2)
-    rows = Programs(lambda m: zbv(2, m), v(2)).actions(3)
+    rows = Programs(lambda m: zbv(2, m), v(2)).actions_of_step(3)
     assert [{action.stage for action in row} for row in rows] == [{1, 2}, {0, 3}]
 
 
@@ -57,18 +63,23 @@ def test_every_size_runs(name: str) -> None:
     for p, m in SIZES:
         tables = Settings(**CHOICES[name]).programs(p)
         num = len(tables.rank_of)
+        placed_on_driver = tables.rank_of[0] == p - 1  # stage 0, so its inputs and their gradients stay there
         for program in (tables["training", m, 0], tables["forward", m, 0], tables["backward", m, 0]):
             rows = [*map(computations_of, program.rows)]
             if program is tables["backward", m, 0]:  # which sends the gradients of the inputs without a limit
                 rows[-1] = [*program.actions[-1]]
             assert can_run(rows, tables.placement, num + 2)
-            assert limits_of(program) <= {num + MIN_UNDER_WAY}
-        kinds = sorted(action.kind for row in tables.actions(m) for action in row)
+            is_backward = program is tables["backward", m, 0]
+            assert limits_of(program) == ({num + MIN_UNDER_WAY} if p > 1 else set())
+            assert unlimited_of(program) == (
+                {("SEND", "B", 0)} if is_backward and p > 1 and not placed_on_driver else set()
+            )
+        kinds = sorted(action.kind for row in tables.actions_of_step(m) for action in row)
         assert kinds.count("F") == num * m == kinds.count("B") + kinds.count("I")
         assert tables["training", m, 0].splits == ("W" in kinds)
         forward, backward = tables["forward", m, 0].actions, tables["backward", m, 0].actions
         both = [row + more for row, more in zip(forward, backward, strict=True)]
-        assert list(map(sorted, both)) == list(map(sorted, tables.actions(m)))
+        assert list(map(sorted, both)) == list(map(sorted, tables.actions_of_step(m)))
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1"])
@@ -77,7 +88,7 @@ def test_several_lists_run_in_rounds_with_code_between_them(name: str) -> None:
     for p, m, lists in [(1, 3, 2), (2, 2, 2), (2, 5, 3), (3, 7, 2), (4, 3, 3)]:
         tables = Settings(schedule=name).programs(p, num_lists=lists)
         placement, program = tables.placement, tables["training", m, 0]
-        (limit,) = limits_of(program) or {1}
+        (limit,) = limits_of(program) if p > 1 else {1}
         assert can_run([*map(computations_of, program.rows)], placement, limit)
         row = list(program.rows[-1])
         for first in placement.firsts[1:]:
@@ -97,7 +108,7 @@ def test_several_lists_run_in_rounds_with_code_between_them(name: str) -> None:
 def test_the_rows_of_a_step_are_those_of_the_table_of_all_lists(name: str) -> None:
     for p, m, lists in [(2, 3, 1), (2, 3, 2), (3, 4, 3)]:
         tables = Settings(schedule=name).programs(p, num_lists=lists)
-        rows = tables.actions(m)
+        rows = tables.actions_of_step(m)
         assert rows == SCHEDULES[name].of(p, m, 1, lists)
         if name == "gpipe":
             parts = [tables["forward", m, number].actions[-1] for number in range(lists)]
@@ -151,7 +162,7 @@ def test_the_driver_runs_the_code_of_each_microbatch_once() -> None:
 def test_tables_of_ones_own() -> None:
     tables = Settings(schedule=one_f_one_b, microbatches=4).programs(2)
     assert tables.rank_of == (0, 1) and not tables["training", 4, 0].splits
-    assert tables.actions(3) == one_f_one_b(2, 3)
+    assert tables.actions_of_step(3) == one_f_one_b(2, 3)
     with pytest.raises(ValueError, match="lacks"):
         Settings(schedule=lambda p, m: [row[:-1] for row in one_f_one_b(p, m)]).programs(2)
 
