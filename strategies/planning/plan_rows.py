@@ -254,22 +254,22 @@ def plan_row(
         effort: The number of simulated actions that are spent on the balance.
     """
     named = SCHEDULES[schedule]
-    way = _PlacedTable(
+    placed = _PlacedTable(
         measured,
         named.of(stages, measured.microbatches, chunks, measured.num_lists),
         named.placement(stages, chunks).repeated(measured.num_lists),
         at_once=schedule == "gpipe",
         memory_limit_bytes=memory_limit_bytes,
     )
-    found, simulation = way.balanced(balance, effort)
-    processes = way.processes(found)
+    found, simulation = placed.balanced(balance, effort)
+    processes = placed.processes(found)
     if balance is None and memory_limit_bytes is not None and _peak(processes) > memory_limit_bytes:
-        found = way.smaller(found)
-        _, simulation = way.balanced(found, effort)
-        processes = way.processes(found)
+        found = placed.smaller(found)
+        _, simulation = placed.balanced(found, effort)
+        processes = placed.processes(found)
     seconds = None
     if simulation is not None:
-        ranks = rank_of_row(way.placement)
+        ranks = rank_of_row(placed.placement)
         last = [processes[rank].step.seconds for rank in ranks]
         simulation, seconds = on_cores(simulation, cores, last)
     return PlanRow(
