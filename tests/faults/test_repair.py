@@ -33,6 +33,7 @@ from repair_job import (
     SlowAgainNet,
     SometimesNet,
     StreamNet,
+    TwoListsNet,
 )
 from torch import Tensor
 
@@ -112,6 +113,8 @@ CASES: dict[str, Case] = {
     "hang": ({"options": {"rpc_timeout_sec": 5.0}}, [({5: ["hang-1"], 9: ["forward-0"]}, 1)]),
     "plain_trainer": ({"trainer_class": pl.Trainer}, BOTH),
     "blocks": ({"net": BlockNet, "schedule": "1f1b", "options": {"module": "blocks"}}, BOTH),
+    "two_lists": ({"net": TwoListsNet, "options": {"module": ["first", "second"]}}, BOTH),
+    "two_lists_1f1b": ({"net": TwoListsNet, "schedule": "1f1b", "options": {"module": ["first", "second"]}}, BOTH),
     "generator": ({"net": StreamNet, **EACH_BATCH}, BOTH),
     "changes_some_batches": ({"net": SometimesNet}, [({4: ["backward-0"], 11: ["forward-1"]}, 1)]),
     "gradients_in_step": ({"callbacks": lambda: [Scaler()]}, BOTH),

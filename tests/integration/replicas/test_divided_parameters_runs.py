@@ -101,7 +101,7 @@ def failing(case: str, stages: int) -> str:
     "case, stages, expected",
     [
         ("WithoutTokens", 2, "on this replica they have weights of [5"),
-        ("Uneven", 2, "this replica has 2 micro-batches where replica 1 has 1"),
+        ("Uneven", 1, "this replica has 2 micro-batches where replica 1 has 1"),
         ("UnevenValidation", 2, "this replica has 2 micro-batches where replica 1 has 1"),
         ("Skipping", 2, "this replica calls layer"),
         ("Scaled", 2, "this replica multiplies its gradients by 1 where replica 1 takes 2"),

@@ -182,12 +182,14 @@ def test_what_was_gathered_follows_the_stages() -> None:
     two = TwoStages()
     weight, moments = two.stage._layers[0].weight, two.stage._optimizers[0].state
     checkpoint = two.checkpoint()
-    before = checkpoint["state_dict"]["layers.0.weight"], checkpoint["optimizer_states"][0]["state"][0]["exp_avg"]
+    states = checkpoint["optimizer_states"][0]["state"][0]
+    before = checkpoint["state_dict"]["layers.0.weight"], states["exp_avg"]
     weight.data = torch.zeros(4, 3)
-    moments[weight] = {**moments[weight], "exp_avg": torch.zeros(4, 3)}
+    moments[weight] = {"exp_avg": torch.zeros(4, 3), "more": {"sum": torch.ones(2)}}
     assert all(tensor.any() for tensor in before)
     two.states.refresh()
     assert not any(tensor.any() for tensor in before) and len(two.stage.shelf) == 2
+    assert states.keys() == {"exp_avg", "more"} and torch.equal(states["more"]["sum"], torch.ones(2))
 
 
 @pytest.mark.parametrize("needs_copy", [False, True])
