@@ -129,6 +129,14 @@ def how_forks_end() -> dict[str, Any]:
     statuses["killed"] = sleeping.wait(60)
     sleeping.kill()
     assert sleeping.is_status_known and end_of(sleeping) == "was killed by signal 9"
+    late = fork(server, "exit_with", "sleep")
+    os.kill(server.pid, signal.SIGSTOP)  # like a server that is busy
+    late.kill()
+    with pytest.raises(subprocess.TimeoutExpired):
+        late.wait(1.0)
+    os.kill(server.pid, signal.SIGCONT)
+    statuses["reported late"] = late.wait(60)
+    assert late.is_status_known
     orphan = fork(server, "exit_with", "sleep")
     survivor = fork(server, "exit_with", "sleep", outlives_server=True)
     os.kill(server.pid, signal.SIGKILL)
@@ -149,7 +157,7 @@ def test_the_exit_status_is_known() -> None:
     seen = run(how_forks_end, env=OWN_SERVER)
     assert seen["statuses"] == {
         **{"0": 0, "3": 3, "raise": 1, "signal 11": -signal.SIGSEGV},
-        **dict.fromkeys(("killed", "with its server", "without its server"), -signal.SIGKILL),
+        **dict.fromkeys(("killed", "reported late", "with its server", "without its server"), -signal.SIGKILL),
     }
     assert not seen["left"]
 
