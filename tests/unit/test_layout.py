@@ -299,9 +299,9 @@ def is_mirrored(module: Path) -> bool:
 
 
 def classes_and_types(file: Path) -> Iterator[str]:
-    """Yield the names of all classes in a file, and of its aliases of types, without underscores in front.
+    """Yield the names of all classes in a file, and of its aliases of types, without leading underscores.
 
-    Such an alias is a variable of a module with a name like that of a class. Type variables are none.
+    An alias of a type is a variable of the module with a name like that of a class. Type variables do not count.
     """
     tree = ast.parse(file.read_text())
     yield from (node.name.lstrip("_") for node in ast.walk(tree) if isinstance(node, ast.ClassDef))

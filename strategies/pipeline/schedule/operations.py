@@ -46,9 +46,9 @@ class Post(NamedTuple):
         microbatch: The micro-batch.
         edge: The edge.
         peer: The other process.
-        limit: Maximum number of values that have been sent over the channel and have not arrived, after which a send
-            waits for the oldest of them; of small values there may be more. A receive frees what was sent over the same
-            edge in the other direction, except for so many values. ``None`` for no limit.
+        limit: Maximum number of values in transit on a channel; ``None`` for no limit. A send beyond it waits for the
+            oldest of these values, unless they are small. A receive frees the values that were sent over the same edge
+            in the other direction, except for the last ``limit``.
     """
 
     way: Literal["SEND", "RECV"]

@@ -79,15 +79,16 @@ AddPosts = Callable[[Sequence[Sequence[Computation]], int], Sequence[Row]]
 """Adds sends and receives to the computations of each process, given the number of stages."""
 
 ProgramPart = Literal["training", "forward", "backward"]
+"""Which passes a program has; see :class:`Programs`."""
 
 
 class Programs(dict[tuple[ProgramPart, int, int], Program]):
     """The programs of a pipeline, by part, number of micro-batches and list of layers.
 
     The parts are ``"training"`` for interleaved forward and backward passes; ``"forward"`` for forward passes only;
-    ``"backward"`` for the backward passes of all micro-batches, after all forward passes. The list of layers is its
-    number; 0 stands for all lists under ``"training"`` if there is a table of all lists, and for the first list
-    otherwise.
+    ``"backward"`` for the backward passes of all micro-batches, after all forward passes. A list of layers is given by
+    its number. Under ``"training"``, 0 stands for all lists if there is a table of all lists; otherwise it stands for
+    the first list.
 
     A program is computed when it is first needed. This raises a ``ValueError`` if the table is incomplete or deadlocks,
     if the order of micro-batches differs between stages, or if the placement of stages differs from ``placement``.

@@ -103,7 +103,7 @@ def recomputed(row: Iterable[tuple[str, int, int]], mode: str, microbatches: int
 
 
 def num_recomputed(mode: str, microbatches: int) -> int:
-    """Return how many micro-batches a stage recomputes, the first ones, if it runs all forward passes first."""
+    """Return how many micro-batches, from the first one, a stage recomputes if all forward passes come first."""
     return len(recomputed([("F", m, 0) for m in range(microbatches)], mode, microbatches))
 
 

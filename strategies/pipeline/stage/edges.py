@@ -211,8 +211,8 @@ class Edges:
         if is_sent:
             self._answered.discard(key)
             mail.expect(self._receivers[kind, e].begin(this.number, m), this.number, m)
-        # Frees the memory of small messages, of which all but the last ``limit`` have arrived by now. If a worker
-        # receives nothing here, this need not be so.
+        # Free the memory of small messages. All but the last ``limit`` have arrived by now, except in a worker that
+        # receives nothing here, because the gradient is not required.
         if post.limit is not None and (is_sent or e in self.firsts):
             self._senders["F" if kind == "B" else "B", e].release(post.limit)
 
