@@ -100,6 +100,9 @@ class Failures:
         with self._lock:
             self._successor = successor
             interruption = self._found[0] if self._raised else None
+            repaired = [error for error, _ in self._found[self._raised :]]
+        for error in repaired:
+            _drop_frames(error)
         if interruption is not None:
             successor.add(interruption[0], consequence=False)
             successor._raised = True
@@ -119,6 +122,7 @@ class Failures:
         """Record a failure, unless the session is over."""
         with self._lock:
             if self._successor is not None:
+                _drop_frames(error)
                 return
             is_first = not self._found
             is_first_cause = not consequence and all(consequence for _, consequence in self._found)
@@ -213,6 +217,17 @@ class Failures:
             lost.__cause__ = first
             return lost
         return first
+
+
+def _drop_frames(error: BaseException | None) -> None:
+    """Drop the traceback of a failure that has been repaired: its frames refer to those that called them.
+
+    These belong to user code that goes on, and a variable there, such as an output of the model, would live as long as
+    the failure.
+    """
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
 
 
 def _not_ending_loops(error: StopIteration) -> RuntimeError:

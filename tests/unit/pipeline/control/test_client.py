@@ -3,10 +3,12 @@
 Which failure of a pipeline is raised, and waits that end with a failure.
 """
 
+import gc
 import pickle
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+import weakref
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -298,6 +300,43 @@ def test_a_connection_that_is_lost_between_processes_that_live(short_diagnosis: 
     own = ConnectionResetError("the user's own: Connection reset by peer")
     with pytest.raises(ConnectionResetError, match="the user's own"), failures.explained():
         raise own
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_repaired_failure_does_not_keep_what_user_code_has_dropped(is_over: bool) -> None:
+    """An output of the model that a variable of ``training_step`` held would prevent snapshots for ever."""
+
+    class Output: ...
+
+    outputs = []
+    failures = Failures()
+    failures.repair = Future()
+
+    def wait() -> None:
+        try:
+            try:
+                raise RuntimeError("Connection reset by peer")
+            except RuntimeError as error:
+                raise PeerFailed("another process has failed") from error
+        except PeerFailed as error:
+            failed = error
+        failures.add(failed, consequence=True)
+
+    def training_step() -> None:
+        output = Output()
+        outputs.append(weakref.ref(output))
+        wait()
+
+    gc.disable()
+    try:
+        if not is_over:
+            training_step()
+        failures.give_way_to(Failures())
+        if is_over:
+            training_step()
+        assert outputs[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_an_exception_at_which_a_loop_would_end_without_an_error() -> None:
