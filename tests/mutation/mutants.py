@@ -118,11 +118,16 @@ def _num_positional_only(tree: ast.Module) -> int:
 
 
 def excluded_ranges(source: str) -> Iterator[tuple[Position, Position]]:
-    """Where a defect would change only words or types: messages, annotations, ``__repr__``, code for type checkers."""
+    """Where a defect would change only words or types: messages, annotations, ``__repr__``, code for type checkers.
+
+    ``frozen=True`` of a dataclass is for readers, too: it refuses assignments, of which there are none.
+    """
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise) and node.exc is not None:
             yield _range(source, node.exc)
+        elif isinstance(node, ast.keyword) and node.arg == "frozen":
+            yield _range(source, node.value)
         elif (
             isinstance(node, ast.JoinedStr)
             or (isinstance(node, ast.Call) and _name(node.func) in {"warn", "rank_zero_warn", "write", "print"})

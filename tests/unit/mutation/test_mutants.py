@@ -39,6 +39,12 @@ def test_only_code_changes() -> None:
         assert known in {mutant.after for mutant in mutants if mutant is not None}
 
 
+def test_whether_a_dataclass_refuses_assignments_does_not_change() -> None:
+    source = "@dataclass(frozen=True, order=True)\nclass Point: ...\n"
+    mutants = [mutant_at("a.py", source, 1, *place) for place in places_by_line(source)[1]]
+    assert {mutant.after for mutant in mutants if mutant is not None} == {"", "@dataclass(frozen=True, order=False)"}
+
+
 def test_a_draw_is_seeded_and_takes_each_line_once(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text(SOURCE)
     first, again = (draw(tmp_path, {"a.py": range(1, 13)}, seed=3, count=3) for _ in range(2))
