@@ -142,6 +142,7 @@ class StrategyPlugin(Strategy):
             if self._rpc_timeout_sec is not None and ranks.num_nodes > 1:
                 address = ranks.cluster_environment.main_address
                 self._host_links = HostLinks(shared_store(key), "hosts", rank, size, address, self._rpc_timeout_sec)
+                self._host_links.wait_until_connected()
         mark_entered(self.launcher)
         if self._async_save:
             self._writer = BackgroundWriter()

@@ -99,12 +99,12 @@ class Failures:
         assert self.repair is not None
         with self._lock:
             self._successor = successor
-            interruption = self._found[0] if self._raised else None
-            repaired = [error for error, _ in self._found[self._raised :]]
+            repaired = [error for error, _ in self._found]
+            interruption = repaired.pop(0) if self._raised else None
         for error in repaired:
             _drop_frames(error)
         if interruption is not None:
-            successor.add(interruption[0], consequence=False)
+            successor.add(interruption, consequence=False)
             successor._raised = True
         self.repair.set_result(successor)
 
