@@ -221,7 +221,7 @@ class Pipeline(NotCopyable):
             divided=divided,
         )
         self.failures = Failures()
-        """The failures of all processes since the last start."""
+        """The failures of all processes since the last start, in the first session and in those that repairs begin."""
         self._devices, self.settings = devices, settings
         self._seeds, self._replicas, self._world = seeds or Seeds.ahead_of_the_process(), replicas, world
         self._parts_of_layers, self.divided = parts, divided
@@ -516,12 +516,12 @@ class Pipeline(NotCopyable):
 
         def restart(failures: Failures, slots: Sequence[InSlot], num_rounds: int) -> Transport:
             session.close()
-            self.failures = failures
             if self._replicas is not None:
                 self._replicas = replace(self._replicas, round=num_rounds)
             if self._parts_of_layers is not None:
                 self._parts_of_layers = replace(self._parts_of_layers, round=num_rounds)
-            again = self._open(slots, threads, session, client=partial(_renewed, workers.remotes, failures))
+            client = partial(_renewed, workers.remotes, failures)
+            again = self._open(slots, threads, session, failures, client=client)
             for recording in self._recordings:
                 recording.lose()
             assert again.transport is not None
@@ -657,7 +657,7 @@ class Pipeline(NotCopyable):
             holders.append(self._move_to_worker(i, remote))
             ending.callback(holders[-1].end)
 
-        workers = self._open(parcels, threads, session, client=client, taken=leave)
+        workers = self._open(parcels, threads, session, self.failures, client=client, taken=leave)
         recovery = self._recovery = self._recovering(workers, session, threads, outliving)
         remotes = workers.remotes
         averaging: Averaging | None = None
@@ -829,6 +829,7 @@ class Pipeline(NotCopyable):
         origins: Sequence[Origin],
         threads: int,
         session: ExitStack,
+        failures: Failures,
         *,
         client: Callable[[int, str, Any, StageProcess], RemoteStage],
         taken: Callable[[int, RemoteStage], None] = lambda i, remote: None,
@@ -839,17 +840,18 @@ class Pipeline(NotCopyable):
             origins: The origin of the state of each of these stages.
             threads: Number of threads with which each process computes.
             session: Ends what has been started.
+            failures: Records the failures of these workers.
             client: Returns the client of a stage, given its number, and the RPC name, the host and the process of its
                 worker.
             taken: Called with the number and the client of a stage when its worker has the state.
         """
-        workers = self._connect(origins, threads, session, client) if origins else _Connections()
+        workers = self._connect(origins, threads, session, failures, client) if origins else _Connections()
         for i, (origin, remote, unpacked) in enumerate(zip(origins, workers.remotes, workers.unpacked, strict=True)):
             group = workers.group
             assert group is not None
-            with self.failures.explained():
+            with failures.explained():
                 origin.deliver(partial(send_storages, group=group, peer=i, wait=workers.wait))
-            self.failures.result_of(unpacked)
+            failures.result_of(unpacked)
             remote.connect(Sender(group, i, tag=ORDERS_TAG))
             taken(i, remote)
         return workers
@@ -859,6 +861,7 @@ class Pipeline(NotCopyable):
         origins: Sequence[Origin],
         threads: int,
         session: ExitStack,
+        failures: Failures,
         client: Callable[[int, str, Any, StageProcess], RemoteStage],
     ) -> _Connections:
         """Start the workers, which begin to load their states, and connect the data plane; see :meth:`_open`."""
@@ -878,22 +881,22 @@ class Pipeline(NotCopyable):
             clients.append(client(i, name, hosted, process))
         watch = Watch(clients, own.timeout_seconds)
         session.callback(watch.end)
-        wait = InterruptibleWait(self.failures)
+        wait = InterruptibleWait(failures)
         session.callback(wait.end)
         for remote in clients:
             session.callback(remote.disconnect)
         unpacked = [remote.ask_unlogged(StageCommands.num_kept) for remote in clients]
-        with self.failures.explained():
-            group = join_data_plane(own, len(stages), self.failures.raise_untold)
+        with failures.explained():
+            group = join_data_plane(own, len(stages), failures.raise_untold)
         store = partial(store_at, f"{own.rendezvous}/devices", own.size)
         routes = routes_of(self.programs.rank_of, self._ties)
         variables = variables_of_nccl(own) if self._plane == NCCL else {}
-        with self.failures.explained(), environment_variables(**variables):
+        with failures.explained(), environment_variables(**variables):
             transport = open_transport(self._plane, group, len(stages), self.device, routes, wait, store)
         session.callback(transport.close)
-        self.failures.first.add_done_callback(partial(_abort, ref(transport)))
+        failures.first.add_done_callback(partial(_abort, ref(transport)))
         if self._plane != GLOO:
-            self.failures.first.add_done_callback(partial(_abort_on_workers, [ref(remote) for remote in clients]))
+            failures.first.add_done_callback(partial(_abort_on_workers, [ref(remote) for remote in clients]))
         return _Connections(transport, clients, wait, group, unpacked)
 
     # End

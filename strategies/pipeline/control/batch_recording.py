@@ -62,7 +62,5 @@ class BatchRecording:
         return self._records
 
     def lose(self) -> None:
-        """Mark the records as lost if they have not been taken, because the workers have ended."""
-        if self._records is None:
-            self._is_lost = True
-            self._answers = lambda: []
+        """Mark the records as lost if they have not been taken, because workers have ended. The others still record."""
+        self._is_lost = self._records is None

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, Protocol, TypeVar
+from weakref import ref
 
 import torch
 from torch import futures
@@ -70,6 +71,10 @@ class Failures:
         """Done as soon as there is a failure."""
         self._cause: Future[None] = Future()
         self._raised = False
+        self._interruption: BaseException | None = None
+        """The error with which user code has ended during a repair."""
+        self.is_replaying = False
+        """Whether new workers repeat the log in this session, which becomes the present one after that."""
         self.repair: Future[Failures | None] | None = None
         """Gets the failures of the next session when the lost workers have been replaced, or ``None`` when the failures
         are raised.
@@ -99,12 +104,10 @@ class Failures:
         assert self.repair is not None
         with self._lock:
             self._successor = successor
-            repaired = [error for error, _ in self._found]
-            interruption = repaired.pop(0) if self._raised else None
-        for error in repaired:
+        for error, _ in self._found:
             _drop_frames(error)
-        if interruption is not None:
-            successor.add(interruption, consequence=False)
+        if self._interruption is not None:
+            successor.add(self._interruption, consequence=False)
             successor._raised = True
         self.repair.set_result(successor)
 
@@ -139,9 +142,8 @@ class Failures:
             if self._successor is not None:
                 return False
             is_under_repair = bool(self._found) and self.repair is not None and not self.repair.done()
-            if is_under_repair:
-                self._found.insert(0, (error, False))  # the user's code ends with this error, not with the loss
-                self._raised = True
+            if is_under_repair:  # the user's code ends with this error, not with the loss
+                self._interruption, self._raised = error, True
         if not is_under_repair:
             self.add(error, consequence=is_consequence(error))
         return self._successor is None
@@ -150,6 +152,17 @@ class Failures:
         """Record an error that is raised in place of the failures so far."""
         with self._lock:
             self._found.insert(0, (error, False))
+            self._interruption = None
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether user code has ended with an error of its own during a repair, which goes on."""
+        return self._interruption is not None
+
+    @property
+    def will_be_repaired(self) -> bool:
+        """Whether new workers repeat the commands, so that an answer after a failure does not count."""
+        return self.is_replaying or (self.repair is not None and not self.repair.done())
 
     @property
     def any(self) -> bool:
@@ -196,6 +209,10 @@ class Failures:
         raise cause
 
     def cause(self) -> BaseException:
+        """Return the error to raise: of user code that has ended during a repair, or else :meth:`first_cause`."""
+        return self.first_cause() if self._interruption is None else self._interruption
+
+    def first_cause(self) -> BaseException:
         """Return the first failure that is not a consequence; if none occurs within 2 s, the first consequence.
 
         An error of gloo becomes a :class:`WorkerLost` if a connection was lost although no process has failed.
@@ -219,19 +236,27 @@ class Failures:
         return first
 
 
-def _drop_frames(error: BaseException | None) -> None:
-    """Drop the traceback of a failure that has been repaired: its frames refer to those that called them.
+def _drop_frames(error: BaseException) -> None:
+    """Drop what a failure that has been repaired refers to: frames, and errors with frames.
 
-    These belong to user code that goes on, and a variable there, such as an output of the model, would live as long as
-    the failure.
+    A frame refers to its caller. The callers belong to user code that goes on, and their variables, such as outputs of
+    the model, would live as long as the failure.
     """
-    while error is not None:
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
+    error.__traceback__ = error.__cause__ = error.__context__ = None
 
 
 def _not_ending_loops(error: StopIteration) -> RuntimeError:
     return RuntimeError(f"a layer or the loss raised {error!r}, an exception that ends iterations")
+
+
+_Ended = tuple[Callable[[], Any] | None, BaseException | None]
+"""A wait that has ended, with its error; without both, a failure has occurred."""
+
+
+def _wake(ended: "ref[SimpleQueue[_Ended]]", _: Any) -> None:
+    """End a wait after a failure, unless nobody waits any more: the failures live as long as the run."""
+    if (known := ended()) is not None:
+        known.put((None, None))
 
 
 class InterruptibleWait:
@@ -248,9 +273,9 @@ class InterruptibleWait:
     def __init__(self, failures: Failures, *, outlives_session: bool = False) -> None:
         self._failures, self._outlives_session = failures, outlives_session
         self._waits: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
-        self._ended: SimpleQueue[tuple[Callable[[], Any] | None, BaseException | None]] = SimpleQueue()
+        self._ended: SimpleQueue[_Ended] = SimpleQueue()
         self._has_ended = False
-        failures.first.add_done_callback(self._wake)
+        failures.first.add_done_callback(partial(_wake, ref(self._ended)))
         threading.Thread(target=self._work, name="relay-wait", daemon=True).start()
 
     def __call__(self, wait_for_message: Callable[[], Any]) -> None:
@@ -285,14 +310,11 @@ class InterruptibleWait:
             self._failures.settle()
             if self._failures.current is not self._failures:
                 self._failures = self._failures.current
-                self._failures.first.add_done_callback(self._wake)
+                self._failures.first.add_done_callback(partial(_wake, ref(self._ended)))
             return
         if self._failures.repair is not None:
             raise PeerFailed("another process has failed, and the wait for a message ends")
         self._failures.raise_cause()
-
-    def _wake(self, _: Any) -> None:
-        self._ended.put((None, None))
 
     def _work(self) -> None:
         while (wait_for_message := self._waits.get()) is not None:
@@ -881,7 +903,7 @@ class RemoteStage(NotCopyable):
             return
         if isinstance(value, AfterFailure):
             failed = _add(value.failure, failures)
-            if failures.repair is not None and not failures.repair.done():
+            if failures.will_be_repaired:
                 done.set_exception(failed)  # the reply lacks the effect of an earlier command, which has failed
                 return
             value = value.reply

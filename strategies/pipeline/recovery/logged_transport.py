@@ -7,7 +7,6 @@ stage of the driver ──▶ LoggedSender ──▶ sender of the present sessi
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from strategies.pipeline.recovery.log import Log, NotRepeated, copied
@@ -79,15 +78,16 @@ class LoggedSender:
         return any(tensor.requires_grad for tensor in tensors_of(value))
 
     def release(self, keep: int = 0) -> None:
-        self._waiting(partial(self.inner.release, keep))
+        self._waiting(lambda inner: inner.release(keep))
 
     def flush(self, keep: int = 0) -> None:
-        self._waiting(partial(self.inner.flush, keep))
+        self._waiting(lambda inner: inner.flush(keep))
 
-    def _waiting(self, wait: Callable[[], None]) -> None:
-        failures = self._log.failures
+    def _waiting(self, wait: Callable[[OutChannel], None]) -> None:
+        with self._log.lock:  # while the log is repeated, nothing else may use the connections of the new session
+            failures, inner = self._log.failures, self.inner
         try:
-            wait()
+            wait(inner)
         except Exception as error:  # the repair sends again the values that have not arrived
             self._log.overcome(failures, error)
 
@@ -133,9 +133,10 @@ class LoggedReceiver:
     def receive(self, pass_number: int, microbatch: int) -> Any:
         log = self._log
         while True:
-            failures = log.failures
+            with log.lock:  # see LoggedSender._waiting
+                failures, inner = log.failures, self.inner
             try:
-                value = self.inner.receive(pass_number, microbatch)
+                value = inner.receive(pass_number, microbatch)
             except Exception as error:
                 log.overcome(failures, error)
                 continue

@@ -6,6 +6,7 @@ To verify a step, it repeats the log in the same way, with the same workers.
 import gc
 import warnings
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from strategies.common.errors import PeerFailed
 from strategies.launch.rounds import Rounds
@@ -272,11 +273,10 @@ class Recoverer:
         self._complete()
         failures, found = self._log.failures, None
         try:
-            with self._log.lock:
-                # Workers exchange values with other pipelines in the second computation, too. If workers have been
-                # replaced that had this snapshot, one pipeline may have given up the second computation, so all do.
-                if self._together is None or not self._together.have_returned_to(begin, is_extra=is_extra):
-                    found = self._computed_again(begin)
+            # On another thread: Ctrl-C is raised when the second computation is over. Until then, the workers have an
+            # earlier state than the driver.
+            with ThreadPoolExecutor(1, "relay-verify") as thread:
+                found = thread.submit(self._compute_again, begin, is_extra=is_extra).result()
         except Exception as error:
             self._log.overcome(failures, error)
         if found is None:
@@ -285,23 +285,31 @@ class Recoverer:
             check_repeated(self._remotes, *found)
         self._begin(end)
 
-    def _computed_again(self, begin: Snapshot) -> tuple[list[Comparison], list[NotRepeated]]:
+    def _compute_again(
+        self, begin: Snapshot, *, is_extra: bool
+    ) -> tuple[list[Comparison], list[NotRepeated]] | None:
         """Make the stages go back to a snapshot, repeat the log since then, and compare.
 
         Returns:
-            The comparison of each stage, and the values that this process received and that were different.
+            The comparison of each stage, and the values that this process received and that were different; ``None`` if
+            workers have been replaced meanwhile.
         """
-        differences: list[NotRepeated] = []
-        for remote, address in zip(self._remotes, self._snapshots.addresses(begin), strict=True):
-            remote.ask_unlogged(StageCommands.start_journal, (begin.number, address))
-        self._log.run_again(begin.number, differences)
-        asked, comparisons = [remote.ask_unlogged(StageCommands.compare) for remote in self._remotes], []
-        for each in asked:
-            wait_for_any(each, self._log.failures.first)
-            if not each.done():
-                raise PeerFailed("another process has failed while a step was verified")
-            comparisons.append(each.result())
-        return comparisons, differences
+        with self._log.lock:
+            # Workers exchange values with other pipelines in the second computation, too. If workers have been
+            # replaced that had this snapshot, one pipeline may have given up the second computation, so all do.
+            if self._together is not None and self._together.have_returned_to(begin, is_extra=is_extra):
+                return None
+            differences: list[NotRepeated] = []
+            for remote, address in zip(self._remotes, self._snapshots.addresses(begin), strict=True):
+                remote.ask_unlogged(StageCommands.start_journal, (begin.number, address))
+            self._log.run_again(begin.number, differences)
+            asked, comparisons = [remote.ask_unlogged(StageCommands.compare) for remote in self._remotes], []
+            for each in asked:
+                wait_for_any(each, self._log.failures.first)
+                if not each.done():
+                    raise PeerFailed("another process has failed while a step was verified")
+                comparisons.append(each.result())
+            return comparisons, differences
 
     def _take_snapshot(self, *, is_extra: bool = False) -> Snapshot:
         """Order a snapshot, which each worker writes when it reaches this order.

@@ -112,19 +112,20 @@ class Repairs:
         wait([failures.first, self._has_ended], return_when=FIRST_COMPLETED)
         if self._has_ended.done():
             return False
-        cause = failures.cause()
-        if failures.raised or not self._may_repair(cause):
+        cause = failures.first_cause()
+        if (failures.raised and not failures.is_interrupted) or not self._may_repair(cause):
             return False
         begin, lost = time.perf_counter(), str(cause)
         self._kill()  # this ends the waits of threads that hold the lock
         with self._log.lock:
             successor, found = self._replaced(cause)
             if isinstance(found, BaseException):
+                successor.is_replaying = False
                 failures.put_first(found)
                 return False
             seconds = time.perf_counter() - begin
             self._done.append(Repair(time.time(), lost, seconds, found))
-            successor.repair = Future()
+            successor.repair, successor.is_replaying = Future(), False
             self._log.failures = successor
             failures.give_way_to(successor)
             if successor.raised:
@@ -141,6 +142,7 @@ class Repairs:
         """
         while True:
             successor = Failures()
+            successor.is_replaying = True
             try:
                 return successor, self._replace(successor, str(cause))
             except BaseException as error:  # of any kind: the thread that waits for the repair raises it

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import psutil
 import pytest
 import torch
 from harness import run
@@ -28,12 +29,13 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from strategies.common.errors import WorkerLost
+from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.control.parts import PartKind
 from strategies.pipeline.control.shelf import captured
 from strategies.pipeline.driver import ModelCopy, Pipeline
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.optim.optimizers import follow_optimizer
-from strategies.pipeline.recovery import recovery
+from strategies.pipeline.recovery import log, recovery
 from strategies.pipeline.recovery.repairs import Recovery, Repair
 from strategies.pipeline.stage.layers import PassContext
 from strategies.pipeline.state.remote_operations import OnStages
@@ -472,6 +474,100 @@ def interrupted_repair() -> None:
 
 def test_an_interrupted_repair() -> None:
     run(interrupted_repair)
+
+
+def one_step(schedule: str) -> Training:
+    training = Training(schedule)
+    training.pipeline.start()
+    training.step(0)
+    training.pipeline.close()
+    return training
+
+
+def interrupted_verification() -> None:
+    """Ctrl-C while a step is computed the second time: every stage ends in the state after the step."""
+    run_again = log.Log.run_again
+
+    def interrupting(self: log.Log, *args: Any) -> int:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.3)  # the workers are in the state before the step
+        return run_again(self, *args)
+
+    for schedule in ("gpipe", "1f1b"):
+        training, expected = Training(schedule, Recovery(0, verify_every_n_steps=1)), one_step(schedule)
+        training.pipeline.start()
+        training.step(0)
+        with patch.object(log.Log, "run_again", interrupting), pytest.raises(KeyboardInterrupt):
+            training.pipeline.verify()
+        training.pipeline.close()
+        same(training.model.state_dict(), expected.model.state_dict(), schedule)
+        same(training.optimizer.state_dict(), expected.optimizer.state_dict(), schedule)
+
+
+def test_an_interrupted_verification() -> None:
+    run(interrupted_verification)
+
+
+def repair_that_is_tried_again() -> None:
+    """A new worker is lost, too, and the main thread calls the model before the next ones are there."""
+    kill, num_killed, is_lost_again = recovery.Recoverer._kill, 0, threading.Event()
+
+    def killing(self: recovery.Recoverer) -> None:
+        nonlocal num_killed
+        kill(self)
+        num_killed += 1
+        if num_killed == 2:
+            is_lost_again.set()
+            time.sleep(1)
+
+    training, expected = Training("gpipe", Recovery(2)), one_step("gpipe")
+    with patch.object(recovery.Recoverer, "_kill", killing):
+        training.pipeline.start()
+    Path("kill-recovery-0").touch()
+    kill_worker(training.pipeline)
+    assert is_lost_again.wait(60)
+    training.step(0)
+    training.pipeline.close()
+    same(training.model.state_dict(), expected.model.state_dict())
+    assert len(training.pipeline.repairs) == 1
+
+
+def test_a_repair_that_is_tried_again() -> None:
+    run(repair_that_is_tried_again)
+
+
+def what_repairs_leave_behind() -> None:
+    """Files, ports and threads of the sessions before, and recorders of a batch whose records are lost."""
+    module, pipeline = two_stages(nn.Linear(3, 3), nn.Linear(3, 3), restarts=5)
+    this, x = psutil.Process(), torch.randn(4, 3)
+
+    def fewest_held() -> tuple[int, int]:
+        """While threads of a session end and close their connections, there are more."""
+        numbers = []
+        for _ in range(50):
+            numbers.append((this.num_fds(), this.num_threads()))
+            time.sleep(0.02)
+        return min(numbers)
+
+    held = []
+    for number in range(5):
+        recording = pipeline.start_recording(number)
+        kill_worker(pipeline)
+        module(x).sum().backward()
+        recording.stop()
+        assert recording.take() is None
+        if number in (0, 4):
+            held.append(fewest_held())
+    assert len(pipeline.repairs) == 5 and held[0] == held[1], held
+    module(x)
+    assert pipeline._running is not None and pipeline._running.executor.stage.recorder is None
+    (record,) = [remote.ask(StageCommands.record, False).wait() for remote in pipeline.remotes]
+    assert not record.records
+    pipeline.close()
+
+
+def test_what_repairs_leave_behind() -> None:
+    run(what_repairs_leave_behind)
 
 
 class Counts(nn.Module):

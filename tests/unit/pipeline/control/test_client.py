@@ -339,6 +339,26 @@ def test_a_repaired_failure_does_not_keep_what_user_code_has_dropped(is_over: bo
         gc.enable()
 
 
+def test_failures_do_not_keep_the_waits_of_a_session_that_has_ended() -> None:
+    """A message that is waited for in vain holds the connection of the session."""
+
+    class Message:
+        def wait(self) -> None: ...
+
+    failures, message = Failures(), Message()
+    kept = weakref.ref(message)
+    waiting = InterruptibleWait(failures)
+    waiting(message.wait)
+    failures.add(PeerFailed("rank 0 failed"), consequence=True)
+    waiting._waits.put(message.wait)  # nobody takes its end, because the failure has ended the wait
+    waiting.end()
+    del waiting, message
+    deadline = time.monotonic() + 60
+    while kept() is not None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert kept() is None and failures.any
+
+
 def test_an_exception_at_which_a_loop_would_end_without_an_error() -> None:
     failures = Failures()
     failures.add(StopIteration("of a layer"), consequence=False)

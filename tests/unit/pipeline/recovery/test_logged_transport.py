@@ -1,6 +1,6 @@
 """The driver's channels over several sessions."""
 
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ class Ends:
         self.sent: list[Any] = []
         self.arriving, self.is_broken, self.calls = arriving, is_broken, list[str]()
         self.is_ordered = False
+        self.num_calls = 0
 
     def sender(self, peer: int, tag: int) -> Any:
         return self
@@ -53,6 +54,7 @@ class Ends:
         self.calls.append("close")
 
     def _check(self) -> None:
+        self.num_calls += 1
         if self.is_broken:
             raise RuntimeError("Connection closed by peer")
 
@@ -102,6 +104,23 @@ def test_every_operation_outlasts_the_session(operation: str) -> None:
     sender = repairing.transport.sender(1, 16)
     getattr(sender, operation)(*([torch.ones(1), 0, 0] if operation == "send" else []))
     assert len(second.sent) == (operation == "send")
+
+
+@pytest.mark.parametrize("operation", ["receive", "flush", "release"])
+def test_nothing_else_uses_new_connections_while_the_log_is_repeated(operation: str) -> None:
+    """The receive of the driver's next value would take a value that is received for the second time."""
+    first, second = Ends([]), Ends([torch.ones(1)])
+    log = Log(Failures())
+    transport = LoggedTransport(log, first, STAGES)
+    channel = transport.receiver(1, 16) if operation == "receive" else transport.sender(1, 16)
+    with ThreadPoolExecutor(1) as pool:
+        with log.lock:
+            transport.connect(second)
+            done = pool.submit(getattr(channel, operation), *([5, 0] if operation == "receive" else []))
+            wait([done], 0.1)
+            assert second.num_calls == 0
+        done.result(60)
+    assert second.num_calls == 1
 
 
 def test_another_value_than_before_is_an_error() -> None:

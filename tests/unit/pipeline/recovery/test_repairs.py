@@ -9,7 +9,7 @@ import torch
 
 from strategies.commands.failure import Failure
 from strategies.commands.host import AfterFailure
-from strategies.common.errors import WorkerLost
+from strategies.common.errors import PeerFailed, WorkerLost
 from strategies.optim.calls import MethodCall
 from strategies.pipeline.control import client
 from strategies.pipeline.control.client import Failures, RemoteStage, StageProcess
@@ -108,6 +108,15 @@ def test_an_answer_after_a_failed_command_does_not_count(running: Run) -> None:
     assert norms.wait() == "right"
 
 
+def test_nor_does_such_an_answer_of_new_workers_of_which_one_is_lost(running: Run) -> None:
+    norms = running.remote.ask(StageCommands.grad_norms, 0, 2.0)
+    failed = Failure.of(WorkerLost(f"{LOST} again"), "stage 0", "B1")
+    running.at_replacement.append(lambda: running.answers.update(grad_norms=AfterFailure(failed, "wrong")))
+    running.at_replacement.append(lambda: running.answers.update(grad_norms="right"))
+    running.lose()
+    assert norms.wait() == "right" and running.num_killed == 2
+
+
 def test_what_runs_beside_the_commands_is_called_again(running: Run) -> None:
     def progress(host: Any) -> int:
         raise AssertionError
@@ -164,3 +173,15 @@ def test_what_interrupts_a_repair_is_raised(running: Run) -> None:
     with running.log.lock:  # held until the repair is over
         assert running.num_abandoned == 1
     assert failures.raised and isinstance(running.log.failures.cause(), KeyboardInterrupt)
+
+
+def test_what_interrupts_the_search_for_a_cause_is_raised_too(running: Run) -> None:
+    """The workers are replaced all the same, so that the weights of all stages can return."""
+    failures = running.log.failures
+    failures.add(PeerFailed("rank 0 failed"), consequence=True)
+    with pytest.raises(KeyboardInterrupt), failures.explained():
+        raise KeyboardInterrupt
+    running.lose()
+    assert failures.repair is not None and failures.repair.result() is not None
+    with running.log.lock:
+        assert [repair.lost for repair in running.done] == [LOST] and running.num_abandoned == 1
