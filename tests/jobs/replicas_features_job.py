@@ -270,8 +270,8 @@ def outcome(case: Case, stages: int, replicas: int = REPLICAS) -> tuple[dict[str
 def collectives(strategy: RPCSequentialStrategy) -> dict[str, Any]:
     """What replicas tell each other, called as Lightning and users call it."""
     rank = strategy.global_rank
-    strategy.barrier()
     started = time.monotonic()
+    strategy.barrier()
     time.sleep(rank)
     strategy.barrier("the second replica comes a second later")
     return {

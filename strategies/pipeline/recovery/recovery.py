@@ -285,9 +285,7 @@ class Recoverer:
             check_repeated(self._remotes, *found)
         self._begin(end)
 
-    def _compute_again(
-        self, begin: Snapshot, *, is_extra: bool
-    ) -> tuple[list[Comparison], list[NotRepeated]] | None:
+    def _compute_again(self, begin: Snapshot, *, is_extra: bool) -> tuple[list[Comparison], list[NotRepeated]] | None:
         """Make the stages go back to a snapshot, repeat the log since then, and compare.
 
         Returns:

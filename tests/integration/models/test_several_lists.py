@@ -689,9 +689,9 @@ class Slow(LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.before, self.between, self.after = (Sleeping(0.002, 0.002), Sleeping(0.004, 0.006), Sleeping(0.003, 0.004))
-        self.encoder = nn.ModuleList(Sleeping(0.006, 0.01) for _ in range(4))
-        self.decoder = nn.ModuleList(Sleeping(0.01, 0.02) for _ in range(3))
+        self.before, self.between, self.after = (Sleeping(0.004, 0.004), Sleeping(0.008, 0.012), Sleeping(0.006, 0.008))
+        self.encoder = nn.ModuleList(Sleeping(0.012, 0.02) for _ in range(4))
+        self.decoder = nn.ModuleList(Sleeping(0.02, 0.04) for _ in range(3))
         self.seconds: list[float] = []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -728,6 +728,7 @@ def predicted_and_measured(schedule: str) -> tuple[float, float]:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_the_time_of_a_step_is_the_predicted_one(schedule: str) -> None:

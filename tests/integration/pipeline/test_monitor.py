@@ -395,5 +395,6 @@ def unbalanced() -> None:
             until_undisturbed(partial(told_of, name, number), check)
 
 
+@pytest.mark.alone
 def test_imbalance_is_told_once() -> None:
     run(unbalanced)

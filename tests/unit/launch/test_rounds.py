@@ -47,7 +47,8 @@ def test_all_pass_a_gate(pair: tuple[Rounds, Rounds], start: Callable[..., "Futu
 def test_who_has_to_go_back_closes_the_gate(pair: tuple[Rounds, Rounds], start: Callable[..., "Future[Any]"]) -> None:
     lost = threading.Event()
     first = start(pair[0].pass_gate, lost.is_set)
-    time.sleep(0.02)
+    while not pair[0]._store.check(["0/gate/0"]):
+        time.sleep(0.001)
     lost.set()
     assert first.result(5) is False
     assert pair[1].pass_gate(never) is False

@@ -7,6 +7,7 @@ from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from strategies.common.errors import PeerFailed, PeerSilent, is_consequence
 from strategies.common.torch_compat import tree_leaves
 from strategies.common.waiting import wait_here
 from strategies.launch.rendezvous import store_at
-from strategies.launch.session import Session, join_data_plane, join_group
+from strategies.launch.session import join_group
 from strategies.pipeline.schedule.operations import Post
 from strategies.pipeline.stage.edges import Edges
 from strategies.pipeline.stage.layers import PassContext
@@ -278,12 +279,10 @@ def test_the_wrong_micro_batch_is_noticed(ends: tuple[Sender, Receiver]) -> None
         receiver.receive(0, 0)
 
 
-def test_waiting_in_vain_ends(tmp_path: Path) -> None:
-    session = Session(tmp_path.as_uri(), "token", 2, timeout_seconds=0.2, threads=1, paths=[], driver_pid=0)
-    with ThreadPoolExecutor(2) as pool:
-        _first, second = pool.map(lambda rank: join_data_plane(session, rank), range(2))
+def test_waiting_in_vain_ends(groups: tuple[ProcessGroup, ProcessGroup]) -> None:
+    receiver = Receiver(groups[1], 0, device=CPU, timeout=timedelta(seconds=0.2))
     with pytest.raises(PeerSilent, match="rank 0 of the pipeline sent nothing within the time-out") as caught:
-        Receiver(second, 0, device=CPU).receive(0, 0)
+        receiver.receive(0, 0)
     assert is_consequence(caught.value)
 
 
