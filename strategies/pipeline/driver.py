@@ -513,6 +513,7 @@ class Pipeline(NotCopyable):
         if isinstance(self._workers, Ranks) and self._recovery_settings.max_restarts:
             check_snapshots(are_replaced=self._workers.are_supervised)
         assert workers.transport is not None
+        remotes = workers.remotes  # the function below must not keep the connections of the first session
 
         def restart(failures: Failures, slots: Sequence[InSlot], num_rounds: int) -> Transport:
             session.close()
@@ -520,7 +521,7 @@ class Pipeline(NotCopyable):
                 self._replicas = replace(self._replicas, round=num_rounds)
             if self._parts_of_layers is not None:
                 self._parts_of_layers = replace(self._parts_of_layers, round=num_rounds)
-            client = partial(_renewed, workers.remotes, failures)
+            client = partial(_renewed, remotes, failures)
             again = self._open(slots, threads, session, failures, client=client)
             for recording in self._recordings:
                 recording.lose()
@@ -532,7 +533,7 @@ class Pipeline(NotCopyable):
             self._recovery_settings,
             self.failures,
             workers.transport,
-            workers.remotes,
+            remotes,
             self._slots(ending),
             restart,
             self.repairs,

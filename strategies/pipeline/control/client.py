@@ -304,6 +304,7 @@ class InterruptibleWait:
         """Let the thread end, once its last wait has returned or the connection has been closed."""
         self._has_ended = True
         self._waits.put(None)
+        self._ended = SimpleQueue()  # drops waits whose end nobody awaits, and with them connections
 
     def _give_up(self) -> None:
         if self._outlives_session:
@@ -323,7 +324,8 @@ class InterruptibleWait:
                 wait_for_message()
             except BaseException as caught:
                 error = caught
-            self._ended.put((wait_for_message, error))
+            if not self._has_ended:
+                self._ended.put((wait_for_message, error))
             wait_for_message = error = None
 
 
