@@ -23,10 +23,14 @@ _YOUNG_SECONDS = 60.0
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: Path, *, may_be_directory: bool = False) -> Iterator[BinaryIO]:
     """Yield a new file that replaces ``path`` at the end, unless the body raises.
 
     The file has the default permissions of a new file.
+
+    Args:
+        path: The file.
+        may_be_directory: Whether the file may replace a directory.
     """
     temporary = _beside(path)
     try:
@@ -35,7 +39,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            os.replace(temporary, path)
+            (_exchange if may_be_directory else os.replace)(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -46,8 +50,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 def new_directory(path: Path) -> Iterator[Path]:
     """Yield a new directory that is renamed to ``path`` at the end, unless the body raises.
 
-    The body synchronises the files that it writes. A file or directory at ``path`` is removed first, so for a moment
-    there is only the new directory, under its temporary name.
+    The body synchronises the files that it writes. The directory replaces a file or a directory.
     """
     temporary = _beside(path)
     temporary.mkdir()
@@ -56,14 +59,30 @@ def new_directory(path: Path) -> Iterator[Path]:
         _lock(lock)
         yield temporary
         sync_directory(temporary)
-        remove(path)
-        os.rename(temporary, path)
+        _exchange(temporary, path)
     except BaseException:
         remove(temporary)
         raise
     finally:
         os.close(lock)
     sync_directory(path.parent)
+
+
+def _exchange(temporary: Path, path: Path) -> None:
+    """Rename a file or a directory to ``path``. What is there gets a temporary name before, and is removed at the end.
+
+    So for a moment, which is short however large they are, both have temporary names.
+    """
+    before = _beside(path)
+    with suppress(FileNotFoundError):
+        os.rename(path, before)
+    try:
+        os.rename(temporary, path)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.rename(before, path)
+        raise
+    remove(before)
 
 
 def sync_directory(path: Path) -> None:

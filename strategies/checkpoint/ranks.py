@@ -5,7 +5,7 @@ sharded   every rank: its share ──▶ torch.distributed.checkpoint.save ─�
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,17 +125,24 @@ class RankStates(DividedStates):
         return part if shards is None else with_tensors(part, read_tensors(shards, flat(part, prefix)), prefix)
 
 
-def own_tensors(checkpoint: Mapping[str, Any], group: ProcessGroup) -> dict[str, Tensor]:
-    """Return the tensors that this rank writes, by key: its optimizer states and its share of the weights.
+def own_tensors(checkpoint: Mapping[str, Any], parameters: Collection[str], group: ProcessGroup) -> dict[str, Tensor]:
+    """Return the tensors that this rank writes, by key: its optimizer states and its share of the parameters.
 
-    Every rank writes its rows of a ``DTensor``.
+    Every rank writes its rows of a ``DTensor``. Rank 0 writes the buffers, which may differ between ranks.
+
+    Args:
+        checkpoint: The checkpoint of this rank.
+        parameters: The names of the model's parameters, which are equal on all ranks.
+        group: The process group of the ranks.
     """
     everything = sharded_tensors(checkpoint)
     divided = {key: value for key, value in everything.items() if isinstance(value, DTensor)}
     tensors = {key: value for key, value in everything.items() if key not in divided}
     weights = {key: value for key, value in tensors.items() if key.startswith("state_dict.")}
-    owners = assign_owners([value.nbytes for value in weights.values()], [0] * group.size())
-    own = {key: value for (key, value), rank in zip(weights.items(), owners, strict=True) if rank == group.rank()}
+    shared = [key for key in weights if key.removeprefix("state_dict.") in parameters]
+    owners = assign_owners([weights[key].nbytes for key in shared], [0] * group.size())
+    owner_of = dict(zip(shared, owners, strict=True))
+    own = {key: value for key, value in weights.items() if owner_of.get(key, 0) == group.rank()}
     own.update({key: value for key, value in tensors.items() if key not in weights and not value.is_meta})
     return {**own, **{key: value for key, value in divided.items() if value.to_local().numel()}}
 

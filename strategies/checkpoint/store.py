@@ -12,7 +12,6 @@ tensor is its flattened path in the checkpoint of one process (``state_dict.laye
 can read the tensors that they need.
 """
 
-import os
 import pickle
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -78,7 +77,7 @@ def _on_meta(tree: Any) -> Any:
 def save_file(checkpoint: Mapping[str, Any], path: Path, late: LateTensors | None = None) -> None:
     """Write ``checkpoint`` to one file, and return when the file is on the disk.
 
-    The new file replaces a file at ``path`` in one step. A sharded checkpoint at ``path`` is removed just before that.
+    The new file replaces a file at ``path`` in one step, or a sharded checkpoint in two.
 
     Args:
         checkpoint: The checkpoint.
@@ -88,12 +87,8 @@ def save_file(checkpoint: Mapping[str, Any], path: Path, late: LateTensors | Non
     Raises:
         OSError: If the file cannot be written, such as on a full disk.
     """
-    with _naming(path), replacing(path) as file:
+    with _naming(path), replacing(path, may_be_directory=is_sharded(path)) as file:
         streaming.save(checkpoint, file, late)
-        if is_sharded(path):  # a file cannot replace a directory in one step
-            file.flush()
-            os.fsync(file.fileno())
-            remove(path)
 
 
 def save_sharded(checkpoint: Mapping[str, Any], path: Path) -> None:
@@ -167,6 +162,11 @@ def _directory_of(path: Path) -> Iterator[Path]:
     if is_sharded(path):
         yield path
         return
+    if path.is_dir() and any(path.iterdir()):
+        raise IsADirectoryError(
+            f"{path} is a directory that is not a sharded checkpoint, and would be replaced by one. Save under a name "
+            "of its own"
+        )
     with new_directory(path) as directory:
         yield directory
 

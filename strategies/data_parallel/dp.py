@@ -150,6 +150,11 @@ class DataParallelStrategy(StrategyPlugin, ParallelStrategy):
         rows = [part.rows for part in parts]
         for logged in zip(*(part.logged for part in parts), strict=True):
             (label, _, options), *_ = logged
+            if len(labels := {own for own, _, _ in logged}) > 1:
+                raise ValueError(
+                    f"the replicas of strategy='dp' logged values under different names, {sorted(labels)}; log the "
+                    "same names in the same order for any rows, or use strategy='ddp'"
+                )
             if options.get("reduce_fx", "mean") != "mean":
                 raise ValueError(
                     f"strategy='dp' logs means over the rows of a batch, got reduce_fx={options['reduce_fx']!r} for "

@@ -386,7 +386,9 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
             return
         if self._saving_group is None:  # only for saving: a thread may use it while training continues
             self._saving_group = cast(Any, dist.new_group(backend="gloo"))
-        group, own = self._saving_group, own_tensors(checkpoint, self._saving_group)
+        assert self.lightning_module is not None
+        parameters = {name for name, _ in self.lightning_module.named_parameters(remove_duplicate=False)}
+        group, own = self._saving_group, own_tensors(checkpoint, parameters, self._saving_group)
         if self._writer.in_background:
             self._writer.wait()
             checkpoint, own = snapshot(without_values(checkpoint)), snapshot(own)
@@ -423,6 +425,8 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         assert self._states is not None
         plain, states = [unwrapped(own) for own in self.optimizers], checkpoint["optimizer_states"]
         check_optimizer_states(plain, states)
+        if isinstance(self._sharded, ShardedOptimizers):
+            self._sharded.take_in()  # groups that a callback has added before the states are loaded
         self._states.load([None if is_stand_in(own) else own for own in plain], states, self._shards)
         optimizers_to_device(self.optimizers, self.root_device)
 

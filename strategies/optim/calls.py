@@ -81,7 +81,9 @@ def user_code() -> Iterator[None]:
         _running.reset(token)
 
 
-def track_steps(optimizer: Optimizer, draws: "Draws | None" = None) -> Callable[[], None]:
+def track_steps(
+    optimizer: Optimizer, draws: "Draws | None" = None, hook: Callable[..., Any] | None = None
+) -> Callable[[], None]:
     """Mark the body of every ``step`` of an optimizer as the optimizer's own code; see :func:`runs_own_code`.
 
     Two step hooks enclose the body. The method ``step`` of the object is replaced as well, since torch calls no hook
@@ -90,18 +92,20 @@ def track_steps(optimizer: Optimizer, draws: "Draws | None" = None) -> Callable[
     Args:
         optimizer: The optimizer.
         draws: Refuses steps whose body draws random numbers.
+        hook: A pre-hook that is called after all pre-hooks of the user, which may change hyperparameters.
 
     Returns:
         A function that ends the tracking.
     """
-    begin = optimizer.register_step_pre_hook(partial(_begin, draws))
+    ahead = [optimizer.register_step_pre_hook(each) for each in (hook, partial(_begin, draws)) if each is not None]
     end = optimizer.register_step_post_hook(partial(_end, draws))
     method, had, tracks = optimizer.step, "step" in vars(optimizer), True
 
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if not tracks:  # tracking has ended, but a learning-rate scheduler still holds this function
             return method(*args, **kwargs)
-        _hooks_of(begin).move_to_end(begin.id)  # behind all pre-hooks of the user
+        for handle in ahead:
+            _hooks_of(handle).move_to_end(handle.id)  # behind all pre-hooks of the user
         _hooks_of(end).move_to_end(end.id, last=False)  # ahead of all post-hooks of the user
         with nullcontext() if runs_own_code(self) else user_code():  # a step may call itself
             return method(*args, **kwargs)
@@ -113,8 +117,8 @@ def track_steps(optimizer: Optimizer, draws: "Draws | None" = None) -> Callable[
     def undo() -> None:
         nonlocal tracks
         tracks = False
-        begin.remove()
-        end.remove()
+        for handle in (*ahead, end):
+            handle.remove()
         if vars(optimizer).get("step") is tracked:
             if had:
                 vars(optimizer)["step"] = method
@@ -214,7 +218,7 @@ def follow_steps(
     evaluate: Evaluate = lambda optimizer, arguments, closure: closure(),
     is_divided: Callable[[], bool] = lambda: True,
     refused: type[Exception] = RuntimeError,
-) -> list[Callable[[], None]]:
+) -> Callable[[], None]:
     """Call ``update`` in each step of an optimizer, as soon as the gradients for the step are computed.
 
     The call is made after the closure if the step gets a closure, and before the step otherwise. A step within another
@@ -228,11 +232,10 @@ def follow_steps(
         refused: Type of the error for a step that evaluates its closure twice or draws random numbers.
 
     Returns:
-        Functions that undo this.
+        A function that undoes this.
     """
     draws = Draws(optimizer, is_divided, refused)
-    hook = _StepHook(update, evaluate, refused, draws)
-    return [optimizer.register_step_pre_hook(hook).remove, track_steps(optimizer, draws)]
+    return track_steps(optimizer, draws, _StepHook(update, evaluate, refused, draws))
 
 
 def after_steps(optimizer: Optimizer, function: Callable[[Optimizer], None]) -> Callable[[], None]:

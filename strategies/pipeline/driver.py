@@ -216,7 +216,7 @@ class Pipeline(NotCopyable):
         self.optimizers = PipelineOptimizers(
             optimizers,
             partial(locate, self.stages, model),
-            self._complete_grads,
+            self._prepare_gradients,
             skips_infinite_steps=skips_infinite_steps,
             divided=divided,
         )
@@ -413,9 +413,17 @@ class Pipeline(NotCopyable):
         if self._running is not None:
             self._running.executor.average_gradients()
 
-    def _complete_grads(self) -> None:
-        if self._replicas is not None and self._running is not None:
-            self._running.executor.complete_gradients()
+    def _prepare_gradients(self) -> None:
+        """Complete the gradients of every stage, which optimizers are about to use.
+
+        If an error has been caught, the stages that have failed would take no part. New ones have the same state.
+        """
+        if self._running is None:
+            return
+        running = self._usable()
+        self.failures.settle()
+        if self._replicas is not None:
+            running.executor.complete_gradients()
 
     def start_recording(self, batch: int) -> BatchRecording:
         """Start to record the actions of every process in a batch, until the recording is stopped.
@@ -683,7 +691,8 @@ class Pipeline(NotCopyable):
             self._blocks.start()
             ending.callback(self._blocks.end)
         parts = parts_of(self.module)
-        states = [StateOfStages(part, self.stages, remotes, start=start) for start, part in parts]
+        carry = executing[0].carry_changes
+        states = [StateOfStages(part, self.stages, remotes, start=start, carry=carry) for start, part in parts]
         for state in states:
             ending.callback(state.end)
         copies: list[StateOfStages] = []
@@ -939,12 +948,17 @@ class Pipeline(NotCopyable):
         """Return the layers of the workers to this process, for each worker that can still send them."""
         executor = running.executor
         executor.side_outputs.end()
-        lost: Exception | None = None
+        lost: BaseException | None = None
         for i, (mirror, remote) in enumerate(zip(executor.mirrors, executor.remotes, strict=True)):
-            try:
-                bring_back(remote, self._parts(i), self.optimizers, mirror=mirror, with_grads=with_grads)
-            except Exception as error:
-                lost = lost or error
+            for _ in range(2):
+                try:
+                    bring_back(remote, self._parts(i), self.optimizers, mirror=mirror, with_grads=with_grads)
+                except Exception as error:
+                    lost = lost or error
+                except BaseException as error:  # Ctrl-C, which is raised when the layers are here
+                    lost = error
+                    continue
+                break
         if lost is not None:
             raise lost
 

@@ -64,21 +64,18 @@ class ShardedOptimizers:
         self._stepped: set[Bucket] = set()
         self._exchange, self._sharing = Exchange(group), InFlight(LAG)
         self._undo = [
-            undo
+            follow_steps(optimizer, self._narrow, evaluate=self._evaluate, is_divided=lambda: group.size() > 1)
             for optimizer in self.optimizers
-            for undo in follow_steps(
-                optimizer, self._narrow, evaluate=self._evaluate, is_divided=lambda: group.size() > 1
-            )
         ]
         self.reducer = Reducer(
             self._exchange,
             whole=whole_gradients,
             find_unused=find_unused_parameters,
-            prepare=self._up_to_date_buckets,
+            prepare=self.take_in,
             reduced=self._gradients_are_there,
             name_of=lambda parameter: self._names.get(parameter, "(not of the model)"),
         )
-        self._up_to_date_buckets()
+        self.take_in()
 
     def close(self) -> None:
         """Restore optimizers and parameters. Optimizer states stay divided."""
@@ -193,8 +190,11 @@ class ShardedOptimizers:
 
     # Buckets
 
-    def _up_to_date_buckets(self) -> list[Bucket]:
-        """Include parameters that have been thawed, or added to an optimizer, since the last pass."""
+    def take_in(self) -> list[Bucket]:
+        """Include parameters that have been thawed, or added to an optimizer, since the last call; return the buckets.
+
+        Every rank calls this.
+        """
         taken_in = any(p in self._trained for p in self.ownership.take_in())  # they were in buckets without an owner
         candidates = dict.fromkeys([*self._names, *self.ownership.owners])
         thawed = [p for p in candidates if p.requires_grad and p not in self._trained]

@@ -60,9 +60,7 @@ class RowOptimizers:
             for key, state in optimizer.state.items():  # some create states in their constructor
                 optimizer.state[key] = tree_map_only(DTensor, lambda value: value.to_local(), state)
         self._undo = [
-            undo
-            for optimizer in self.optimizers
-            for undo in follow_steps(optimizer, self._enter, is_divided=lambda: group.size() > 1)
+            follow_steps(optimizer, self._enter, is_divided=lambda: group.size() > 1) for optimizer in self.optimizers
         ]
 
     def close(self) -> None:

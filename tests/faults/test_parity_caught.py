@@ -35,6 +35,18 @@ def caught() -> list[list[float]]:
     return [outcome.losses for outcome in (*first, *last)]
 
 
+def caught_within_an_accumulation() -> list[list[float]]:
+    """The step after the error has the gradients of the batch before it, on all stages."""
+    arguments: dict[str, Any] = {"train": partial(batches, (8, 9, 7, 8)), "strategy": {"microbatches": 1}}
+    outcomes = check(partial(Skips, 0), **arguments, max_epochs=1, accumulate_grad_batches=2)
+    return [outcome.losses for outcome in outcomes]
+
+
+def test_an_error_that_is_caught_within_an_accumulation() -> None:
+    for losses in run(caught_within_an_accumulation, timeout_seconds=120):
+        assert [loss == -1.0 for loss in losses] == [False, True, False, False]
+
+
 @pytest.mark.slow
 def test_errors_that_are_caught() -> None:
     for losses in run(caught, timeout_seconds=170):

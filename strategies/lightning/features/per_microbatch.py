@@ -361,7 +361,7 @@ class _Logs:
         given = settings.get("batch_size")
         weight = self._weights[m] if given is None else given
         if isinstance(value, Tensor):
-            value = value.detach()
+            value = value.detach().clone()  # later code may change it
         elif isinstance(value, Metric):
             settings["metric"] = value
             value = forward_cache(value)

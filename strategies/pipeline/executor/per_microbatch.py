@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from strategies.common.autograd import GatheredGradients, with_backward
 from strategies.common.joined_lists import names_of
@@ -176,8 +177,11 @@ class _MicrobatchCode:
         self.learns = False
         """Whether the loss of any micro-batch requires a backward pass."""
         self._steps: list[SuspendedStep] = []
-        self._inputs: list[list[list[Tensor]]] = [[] for _ in codes]
-        """For each micro-batch and list of layers, the tensors in the list's input that require a gradient."""
+        self._inputs: list[list[list[GradientEdge]]] = [[] for _ in codes]
+        """For each micro-batch and list of layers, the tensors in the list's input that require a gradient.
+
+        They are edges of the graph, because later code may change the tensors in place.
+        """
         self._slots: list[list[list[GradientSlot]]] = [[] for _ in codes]
         """For each micro-batch and list but the last, the gradients of the list's output."""
         self._is_joined = False
@@ -238,7 +242,7 @@ class _MicrobatchCode:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if recorder is not None:
             recorder.end("b", m, self._firsts[number], this.number)
-        self._inputs[m].append([t for t in tensors if t.requires_grad])
+        self._inputs[m].append([get_gradient_edge(t) for t in tensors if t.requires_grad])
         flags = [t.requires_grad for t in tensors]
         self._ends[number].inputs.send((with_leaves(sent, spec), {}), this.number, m, requires_grad=flags)
 
@@ -297,7 +301,7 @@ class _MicrobatchCode:
             return False
         return operation.edge in self._list_of and not self._inputs_of(operation.microbatch, operation.edge)
 
-    def _inputs_of(self, m: int, stage: int) -> list[Tensor]:
+    def _inputs_of(self, m: int, stage: int) -> list[GradientEdge]:
         return self._inputs[m][self._list_of[stage]]
 
     def _loss(self, m: int) -> Tensor | None:
@@ -316,6 +320,9 @@ class _MicrobatchCode:
                 output = unpack_objects(output)
         else:
             output, slots = self._cut_off(output)
+        # The loss may also depend on the input directly; _answer then uses that part of the graph again. If it depends
+        # on side outputs of this stage, which the code may drop, the backward action uses the stage's graph again.
+        keep = not is_joined and (any(self._inputs[m]) or self._use_graphs_of_stages)
         step.resume(output)
         del output
         loss, step.result = step.result, None
@@ -324,9 +331,6 @@ class _MicrobatchCode:
         if loss is not None and loss.requires_grad:
             self.learns = True
         if loss is not None and loss.requires_grad and self._weights[m]:  # 0 times an infinite gradient is NaN
-            # The loss may also depend on the input directly; _answer then uses that part of the graph again. If it
-            # depends on side outputs of this stage, the backward action uses the stage's graph again.
-            keep = not is_joined and (any(self._inputs[m]) or self._use_graphs_of_stages)
             with executor.in_backward(this, m) if is_joined else nullcontext():
                 loss.backward(torch.full_like(loss, self._weights[m]), retain_graph=keep)
         if slots:
@@ -368,10 +372,10 @@ class _MicrobatchCode:
             grads = self._ends[number].input_grads.receive(this.number, m)
             if recorder is not None:
                 recorder.received()
-            known = [(t, grad) for t, grad in zip(inputs, grads, strict=True) if grad is not None]
+            known = [(edge, grad) for edge, grad in zip(inputs, grads, strict=True) if grad is not None]
             # The input may also depend on the input of an earlier list directly.
             keep = number > 0 and (any(self._inputs[m]) or self._use_graphs_of_stages)
-            torch.autograd.backward([t for t, _ in known], [grad for _, grad in known], retain_graph=keep)
+            torch.autograd.backward([edge for edge, _ in known], [grad for _, grad in known], retain_graph=keep)
             if recorder is not None:
                 recorder.end("a", m, self._firsts[number], this.number)
         if number > 0 and (slots := self._slots[m][number - 1]):

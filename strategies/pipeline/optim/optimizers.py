@@ -52,7 +52,8 @@ class PipelineOptimizers:
     Args:
         optimizers: The optimizers. Every worker gets its part of them.
         locate: Names a parameter and the stage that holds it, for messages.
-        complete: Called before gradients are used; averages them over replicas if this has not been done yet.
+        prepare: Called before a step or another use of gradients; all stages take part in it then, and gradients are
+            averaged over replicas.
         skips_infinite_steps: Whether a gradient scaler skips steps with infinite gradients. In that case no warning
             reports them.
         divided: How several pipelines divide parameters; ``None`` if they do not.
@@ -62,13 +63,13 @@ class PipelineOptimizers:
         self,
         optimizers: Iterable[Optimizer],
         locate: Callable[[Tensor], str],
-        complete: Callable[[], None],
+        prepare: Callable[[], None],
         *,
         skips_infinite_steps: bool = False,
         divided: DividedModel | None = None,
     ) -> None:
         self._divided = divided
-        self.optimizers, self._locate, self._complete = list(optimizers), locate, complete
+        self.optimizers, self._locate, self._prepare = list(optimizers), locate, prepare
         self.num_steps = 0
         """Number of steps and other calls so far that changed parameters."""
         self._skips_infinite_steps = skips_infinite_steps
@@ -141,7 +142,7 @@ class PipelineOptimizers:
                 f"pipeline started with {self._shipped[k]}; groups cannot be added while it runs (add_param_group). "
                 "Give all parameters to the optimizer from the start, and freeze those that do not train yet."
             )
-        self._complete()
+        self._prepare()
         values = hyperparameters(optimizer)
         set_by_scaler = {name: vars(optimizer).get(name) for name in ("grad_scale", "found_inf")}
         # A scaler sets grad_scale to None after unscale_().
@@ -169,6 +170,7 @@ class PipelineOptimizers:
         Raises:
             RuntimeError: If the method returns different values on different stages.
         """
+        self._prepare()
         k, here = self._number_of(optimizer), [p for p in parameters_of(optimizer) if not p.is_meta]
         context = PassContext.capture(here[0].device.type if here else "cpu")
         sent = call, hyperparameters(optimizer), context, torch.is_grad_enabled()
@@ -206,7 +208,7 @@ class PipelineOptimizers:
             For each worker, a function that waits and then returns zero if all gradients are finite.
         """
         k = self._number_of(optimizer)
-        self._complete()
+        self._prepare()
         return [remote.ask(StageCommands.unscale_grads, k, inv_scale, allow_fp16).wait for remote in self._remotes]
 
     def anywhere(self, found: Tensor) -> None:
@@ -230,7 +232,7 @@ class PipelineOptimizers:
             The norm before clipping, a scalar.
         """
         k, own = self._number_of(optimizer), parameters_of(optimizer)
-        self._complete()
+        self._prepare()
         norms = self._norms(k, norm_type)
         if self._shared_steps is not None:
             norms = self._shared_steps.all_norms(norms, own)
@@ -285,7 +287,7 @@ class PipelineOptimizers:
 
     def clip_grad_value(self, optimizer: Optimizer, limit: float) -> None:
         """Clamp every element of the gradients of all stages to ``[-limit, limit]``."""
-        self._complete()
+        self._prepare()
         torch.nn.utils.clip_grad_value_([p for p in parameters_of(optimizer) if not p.is_meta], limit)
         for remote in self._remotes:
             clip = partial(torch.nn.utils.clip_grad_value_, clip_value=limit)
@@ -369,7 +371,7 @@ def follow_optimizer(
     Returns:
         Functions that undo this.
     """
-    undo = follow_steps(own, optimizers.step_remotes, is_divided=lambda: optimizers.are_divided, refused=refused)
+    undo = [follow_steps(own, optimizers.step_remotes, is_divided=lambda: optimizers.are_divided, refused=refused)]
     for holder in (own, *holders):
         undo.append(replaced(holder, "zero_grad", partial(_zero_grad, own, optimizers, holder.zero_grad)))
 

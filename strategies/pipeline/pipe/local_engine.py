@@ -52,8 +52,10 @@ class LocalEngine:
 
     def run(self, parts: Sequence[Any], this: Pass) -> list[Any]:
         """Run the pass on the inputs of the micro-batches, and return their outputs."""
-        values: list[Any] = list(parts) if len(parts) == 1 else [unpack_objects(pack_objects(part)) for part in parts]
-        if torch.is_grad_enabled():  # an in-place change by a layer must not count as a change of other micro-batches
+        values: list[Any] = list(parts)
+        if len(parts) > 1:  # an in-place change by a layer must not change other micro-batches
+            values = [unpack_objects(pack_objects(part, torch.clone)) for part in parts]
+        if len(parts) > 1 or torch.is_grad_enabled():
             values = tree_map_only(Tensor, torch.clone, values)
         skips: list[dict[SkipKey, Tensor | None]] = [{} for _ in parts]
         num_again = num_recomputed(this.checkpoint, this.microbatches)
@@ -134,7 +136,8 @@ class _LocalPartition:
             again, recomputing = recomputing, True
             x = tree_unflatten(list(leaves), spec)
             own_buffers = with_buffers(buffers) if again else self._layers.buffers.kept()
-            with self._reused_input.lent(x) as own, flags.entered(self._layers.layers), own_buffers as kept:
+            lent = self._reused_input.lent(x, flags.modes)
+            with lent as own, flags.entered(self._layers.layers), own_buffers as kept:
                 y = pack_objects(
                     self._run_once(unpack_objects(own), m, this, checkpointing=not again, recomputing=again)
                 )

@@ -211,27 +211,29 @@ def _phase(checkpointing: bool, recomputing: bool) -> Iterator[None]:
 class ReusedInput:
     """Lends layers an input that they get again in the recomputation, and which must stay as it is until then.
 
-    Layers may write to their input. They get a copy until a run has shown that they do not.
+    Layers may write to their input. They get a copy until a run in the same modes has shown that they do not.
     """
 
     def __init__(self) -> None:
-        self._may_be_written = True
         self._was_written = False
+        self._unwritten_in: set[tuple[bool, ...]] = set()
+        """The modes of the layers in runs that have not written to the input."""
 
     @contextmanager
-    def lent(self, value: Any) -> Iterator[Any]:
+    def lent(self, value: Any, modes: Sequence[bool]) -> Iterator[Any]:
         """Return ``value``, or a copy of its tensors with their place in the autograd graph, for a run of the layers.
 
         Args:
             value: Nested tensors and other objects.
+            modes: The mode of each of the layers, which may write in training only, as dropout does.
         """
-        if self._may_be_written:
+        if self._was_written or tuple(modes) not in self._unwritten_in:
             value = tree_map_only(Tensor, torch.clone, value)
         tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
         before = [*map(version_of, tensors)]
         yield value
         self._was_written |= before != [*map(version_of, tensors)]
-        self._may_be_written = self._was_written
+        self._unwritten_in.add(tuple(modes))
 
 
 @dataclass(frozen=True)

@@ -377,7 +377,7 @@ class Chunk:
         kept = _KeptMicrobatch([GradientSlot() for tensor in tensors_of(x) if tensor.requires_grad], [])
         if recompute:
             kept.recompute_from, kept.flags = x, Flags.of(self.layers)  # a layer may change its own flags
-            with self._reused_input.lent(x) as own, self._runner.buffers.kept() as kept.buffers:
+            with self._reused_input.lent(x, kept.flags.modes) as own, self._runner.buffers.kept() as kept.buffers:
                 y = self._run_layers(this, m, own, note, grad=False, checkpointing=True, recorder=recorder)
             tensors = tensors_of(y)
             differentiable = bool(kept.inputs) or any(p.requires_grad for p in self.layers.parameters())

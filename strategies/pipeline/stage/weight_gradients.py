@@ -128,8 +128,8 @@ class _DelayableCall(NamedTuple):
     others: tuple[Any, ...] = ()
 
 
-def _linear(input: Any, weight: Any, bias: Any = None) -> _DelayableCall:
-    return _DelayableCall(_LINEAR, input, weight, bias)
+def _linear(input: Any, weight: Any, bias: Any = None) -> _DelayableCall | None:
+    return _DelayableCall(_LINEAR, input, weight, bias) if isinstance(weight, Tensor) and weight.dim() == 2 else None
 
 
 def _addmm(

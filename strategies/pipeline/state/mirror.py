@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from operator import is_
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from strategies.common.torch_compat import backward_hooks, forward_hooks, without_torch_function
@@ -20,7 +21,7 @@ from strategies.pipeline.state.objects import ObjectsAtStart
 Attributes = dict[int, dict[str, Any]]
 """Plain attributes of some modules, by the place of the module in ``modules()``."""
 
-_PLAIN = (bool, int, float, str, type(None))
+_PLAIN = (bool, int, float, complex, str, type(None))
 
 
 class Mirror:
@@ -134,8 +135,9 @@ def plain_attributes(layers: nn.Module) -> list[dict[str, Any]]:
 
 
 def plain_attributes_of(module: nn.Module) -> dict[str, Any]:
-    """Return the plain attributes of one module, including ``training``."""
-    return {name: value for name, value in vars(module).items() if type(value) in _PLAIN}
+    """Return the plain attributes of one module, including ``training``. Numbers of numpy become Python's."""
+    found = {name: value.item() if isinstance(value, np.generic) else value for name, value in vars(module).items()}
+    return {name: value for name, value in found.items() if type(value) in _PLAIN}
 
 
 def set_attributes(layers: nn.Module, attributes: Attributes) -> None:

@@ -99,7 +99,7 @@ class Source:
 
     def add_gradient(self, grad: Tensor) -> None:
         """Add to the gradient on the stage, before its next command."""
-        change = partial(add_gradient, grad=grad.detach().cpu())
+        change = partial(add_gradient, grad=grad.detach().to("cpu", copy=True))
         self.stage.send(StageCommands.change_grads, NamedParameters([self.name], self.module), change)
 
     def gradient(self) -> Tensor | None:

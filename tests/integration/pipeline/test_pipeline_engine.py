@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from strategies.pipeline.control.parts import PartKind
 from strategies.pipeline.control.shelf import captured
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
+from strategies.pipeline.optim.optimizers import PipelineOptimizers
 from strategies.pipeline.stage.layers import PassContext
 
 CPU = torch.device("cpu")
@@ -203,3 +205,50 @@ def failure_in_the_last_backward_pass() -> list[bool]:
 
 def test_failure_in_the_last_backward_pass_is_told_and_loses_nothing() -> None:
     assert not any(run(failure_in_the_last_backward_pass))
+
+
+class Centers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centers", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - self.centers
+
+
+def assigned_buffers() -> None:
+    """A tensor that is assigned to a buffer is in the next state dict, and below the next one that is loaded."""
+    with three_stages([Centers(), *(nn.Linear(3, 3) for _ in range(3))]) as (module, _, _):
+        one = torch.ones(3, dtype=torch.float64)
+        module[0].centers = one
+        assert module.state_dict()["0.centers"].eq(1).all()
+        module[0].centers = 2 * one
+        module.load_state_dict({**module.state_dict(), "0.centers": 3 * one})
+        module(one.expand(6, 3))
+        assert module.state_dict()["0.centers"].eq(3).all()
+
+
+def test_assigned_buffers() -> None:
+    run(assigned_buffers)
+
+
+def interrupted_end() -> None:
+    """Ctrl-C while the layers return is raised when all of them are here."""
+    take_back, interrupts = PipelineOptimizers.take_back, [True]
+
+    def interrupted(self: PipelineOptimizers, *args: Any) -> None:
+        if interrupts.pop() if interrupts else False:
+            raise KeyboardInterrupt
+        take_back(self, *args)
+
+    module = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
+    optimizer, expected = torch.optim.AdamW(module.parameters()), copy.deepcopy(module).state_dict()
+    pipeline = Pipeline(module, [1, 1, 1], [CPU] * 3, Settings(), optimizers=[optimizer])
+    pipeline.start()
+    with patch.object(PipelineOptimizers, "take_back", interrupted), pytest.raises(KeyboardInterrupt):
+        pipeline.close()
+    torch.testing.assert_close(module.state_dict(), expected, rtol=0, atol=0)
+
+
+def test_an_interrupted_end() -> None:
+    run(interrupted_end)

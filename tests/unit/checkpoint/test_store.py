@@ -65,7 +65,10 @@ def test_a_file_in_its_place(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     with pytest.raises(IsADirectoryError):
         AtomicCheckpointIO().save_checkpoint({"a": 1}, tmp_path / "other")
-    assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "other"]
+    (tmp_path / "other" / "thesis.txt").touch()
+    with pytest.raises(IsADirectoryError, match="other is a directory that is not a sharded checkpoint"):
+        write(tmp_path / "other")
+    assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "other"] and os.listdir(tmp_path / "other") == ["thesis.txt"]
 
 
 @pytest.mark.parametrize("sharded", [False, True])

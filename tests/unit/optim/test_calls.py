@@ -62,7 +62,7 @@ class Followed:
     def __init__(self, optimizer: Optimizer, **options: Any) -> None:
         self.updates: list[dict[str, Any]] = []
         self.calls: list[MethodCall] = []
-        self.undo = follow_steps(optimizer, lambda _, arguments: self.updates.append(arguments), **options)
+        self.undo = [follow_steps(optimizer, lambda _, arguments: self.updates.append(arguments), **options)]
         self.undo += follow_methods(optimizer, self.call, [])
 
     def call(self, optimizer: Optimizer, call: MethodCall) -> Any:
@@ -138,6 +138,14 @@ def test_step_hooks_are_user_code() -> None:
         ("early post-hook", False),
         ("late post-hook", False),
     ]
+
+
+def test_the_update_has_what_a_later_hook_sets(optimizer: Noting) -> None:
+    rates: list[float] = []
+    follow_steps(optimizer, lambda own, _: rates.append(own.param_groups[0]["lr"]))
+    optimizer.register_step_pre_hook(lambda own, *_: own.param_groups[0].update(lr=0.5))
+    optimizer.step()
+    assert rates == [0.5]
 
 
 def test_the_update_comes_after_the_closure(optimizer: Noting) -> None:

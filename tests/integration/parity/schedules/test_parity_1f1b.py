@@ -135,6 +135,43 @@ def test_code_around_the_module_is_trained() -> None:
     run(gradients_everywhere, timeout_seconds=170)
 
 
+class Shift(nn.Module):
+    """Does not need its input for the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.by
+
+
+class ChangesInPlace(Once):
+    """Changes the input of the layers after the call, and what it has logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(WIDTH, WIDTH)
+        self.sequential_module.insert(0, Shift())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = self.before(batch[0])
+        y = self(x)
+        x.mul_(0.5)
+        loss = mse_loss(y, batch[1]) + x.square().mean()
+        self.log("logged", loss)
+        loss += x.mean()
+        return loss
+
+
+def changed_in_place() -> None:
+    check(ChangesInPlace, strategy=EXCEPT_LAST, stages=[2])
+
+
+def test_what_is_changed_in_place_after_the_call() -> None:
+    run(changed_in_place)
+
+
 def frozen() -> None:
     for model in (Frozen, FrozenInside, FrozenLast):
         first = check(model, strategy=EXCEPT_LAST, train=data)[0]

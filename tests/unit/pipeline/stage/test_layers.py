@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from strategies.common.random_seeds import draws_nothing
-from strategies.pipeline.stage.layers import ChangedBuffers, PassContext, with_buffers
+from strategies.pipeline.stage.layers import ChangedBuffers, PassContext, ReusedInput, with_buffers
 
 
 class OwnLinear(nn.Linear):
@@ -231,3 +231,18 @@ def test_a_large_buffer_that_changes_late_is_told() -> None:
         with told if number == 3 else nullcontext(), kept.kept() as values:
             layer()
         assert set(values) == ({(layer, "count"), (layer, "same")} if number > 3 else set())
+
+
+def test_an_input_is_lent_only_to_layers_that_have_shown_not_to_write_in_this_mode() -> None:
+    dropout, lender = nn.Dropout(0.5, inplace=True), ReusedInput()
+    for is_training in (False, False, True, True, False):  # evaluation does not write
+        kept = torch.ones(100)
+        dropout.train(is_training)
+        with lender.lent(kept, [dropout.training]) as own:
+            dropout(own)
+        assert kept.eq(1).all()
+    lender = ReusedInput()
+    for _ in range(2):
+        with lender.lent(kept, [True]) as own:
+            pass
+    assert own is kept

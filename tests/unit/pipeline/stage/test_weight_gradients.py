@@ -39,6 +39,17 @@ class Addmm(nn.Module):
         return torch.addmm(self.bias, x, self.weight)
 
 
+class Queried(nn.Module):
+    """Attention pooling: a linear function with one output and no dimension for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.query)
+
+
 LAYERS: list[tuple[Callable[[], nn.Module], tuple[int, ...]]] = [
     (lambda: nn.Linear(4, 3), (2, 4)),
     (lambda: nn.Linear(4, 3, bias=False), (4,)),
@@ -78,6 +89,10 @@ def check(layer: nn.Module, x: Tensor, waiting: int, tolerance: float = 1e-12) -
 def test_gradients(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
     layer = make()
     check(layer, torch.randn(shape), len(list(layer.parameters())))
+
+
+def test_a_linear_function_with_one_output_does_not_wait() -> None:
+    check(Queried(), torch.randn(2, 5, 4), 0)
 
 
 def test_attention_uses_functions_that_the_user_has_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -27,6 +28,14 @@ def test_attributes_and_flags_are_told_once() -> None:
         modes.setdefault(3, {})["p"] = rate + 0.01
         assert attributes == modes and trained == [True, rate == 0.2, True, True]
         assert mirror.changes() == ({}, None)
+
+
+def test_numbers_of_numpy_are_sent_as_numbers() -> None:
+    layers, mirror = layers_and_mirror()
+    for rate in np.linspace(0.1, 0.3, 3):
+        layers[1][0].p = rate
+        (changed,) = mirror.changes()[0].values()
+        assert changed == {"p": rate} and type(changed["p"]) is float
 
 
 def test_an_equal_value_under_another_name_is_a_change() -> None:
