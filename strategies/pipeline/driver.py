@@ -65,7 +65,7 @@ from strategies.pipeline.recovery.repairs import Recovery, Repair
 from strategies.pipeline.recovery.together import NUM_FLAGS, InStep
 from strategies.pipeline.stage.action_recorder import ActionRecorder
 from strategies.pipeline.stage.edges import Edges
-from strategies.pipeline.stage.layers import PassContext, call_in_turn
+from strategies.pipeline.stage.layers import PassContext, call_in_turn, refuse_checkpoint_around
 from strategies.pipeline.stage.microbatch.split import NoChunk
 from strategies.pipeline.stage.records import ProcessRecords
 from strategies.pipeline.stage.side_outputs import SideOutputs
@@ -270,6 +270,7 @@ class Pipeline(NotCopyable):
         """Run the pipeline. Replaces the module's ``forward`` while the pipeline runs."""
         if not self._bypass.has_run:
             self._bypass.note_call()
+        refuse_checkpoint_around("the pipelined module")
         steps = self._running.per_microbatch.steps if self._running and self._running.per_microbatch else None
         if steps is not None and (step := steps.current) is not None:
             return step.call(input)

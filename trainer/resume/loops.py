@@ -304,10 +304,9 @@ class _ResumableSource(DataLoaderSource):
 
 def _of_every_process(trainer: Trainer, state: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the states of all ranks on rank 0, and an empty list on other ranks, which write no checkpoint."""
-    if trainer.world_size == 1:
+    if trainer.world_size == 1 or not (trainer.interrupted or torch.distributed.is_initialized()):
         return [state]
-    # Other ranks may have ended, and the process group with them, so only what is the same on all ranks can be saved.
-    if trainer.interrupted or not torch.distributed.is_initialized():
+    if trainer.interrupted:  # other ranks may have ended, so only what is the same on all ranks can be saved
         loaders = state["loaders"]["loaders"] if state["loaders"] else []
         return [state] * trainer.world_size if all(loader["order"] for loader in loaders) else []
     gathered: list[Any] | None = [None] * trainer.world_size if trainer.global_rank == 0 else None

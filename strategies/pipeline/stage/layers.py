@@ -15,6 +15,7 @@ The caller transfers micro-batches and gradients: a :class:`~strategies.pipeline
 autograd graph of a ``Pipe`` in one process.
 """
 
+import sys
 import threading
 import traceback
 import warnings
@@ -25,6 +26,7 @@ from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.profiler import record_function
 
@@ -206,6 +208,26 @@ def _phase(checkpointing: bool, recomputing: bool) -> Iterator[None]:
         yield
     finally:
         _here.checkpointing, _here.recomputing = before
+
+
+def refuse_checkpoint_around(what: str) -> None:
+    """Refuse a call by ``torch.utils.checkpoint``, which only a frame on the stack shows.
+
+    Args:
+        what: What is called.
+
+    Raises:
+        RuntimeError: If ``torch.utils.checkpoint`` makes the call.
+    """
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+            raise RuntimeError(
+                f"{what} is called within torch.utils.checkpoint, which would call it a second time in the backward "
+                "pass. Disable it in the model, and set RPCSequentialStrategy(checkpoint=...); or use "
+                "torch.utils.checkpoint within a layer or block."
+            )
+        frame = frame.f_back
 
 
 class ReusedInput:

@@ -206,6 +206,23 @@ def test_one_process_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     torch.testing.assert_close(dict(model.state_dict()), expected["weights"], rtol=1e-12, atol=1e-12)
 
 
+class LogsByRows(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log(f"of {len(batch[0])} rows", 1.0)
+        return self.loss(batch)
+
+
+def logs_by_rows() -> None:
+    data = TensorDataset(torch.randn(7, 4), torch.randn(7, 2))
+    trainer = pl.Trainer(strategy=InParts(), accelerator="cpu", devices=1, **QUIET)
+    with pytest.raises(ValueError, match=r"under different names, \['of 3 rows', 'of 4 rows'\]"):
+        trainer.fit(LogsByRows(), DataLoader(data, 7))
+
+
+def test_logged_under_different_names() -> None:
+    run(logs_by_rows)
+
+
 def test_merged_takes_means_of_scalars_and_rows_of_tensors() -> None:
     cpu = torch.device("cpu")
     values = [

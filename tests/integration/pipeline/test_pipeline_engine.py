@@ -11,6 +11,7 @@ import pytest
 import torch
 from harness import run
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.control.parts import PartKind
@@ -97,8 +98,8 @@ def compare(module: nn.Sequential, plain: nn.Sequential, pipeline: Pipeline, x: 
 
 def what_passes_between_stages(modes: list[str]) -> None:
     fork_and_join: list[nn.Module] = [nn.Linear(4, 4), Fork(), Join(), nn.ReLU(inplace=True), nn.Linear(4, 2)]
-    for checkpoint in modes:
-        with three_stages(fork_and_join, checkpoint=checkpoint) as (module, plain, pipeline):
+    for mode in modes:
+        with three_stages(fork_and_join, checkpoint=mode) as (module, plain, pipeline):
             for rows in (7, 3, 2, 1):
                 compare(module, plain, pipeline, torch.randn(rows, 4, dtype=torch.float64))
                 module.zero_grad()
@@ -230,6 +231,19 @@ def assigned_buffers() -> None:
 
 def test_assigned_buffers() -> None:
     run(assigned_buffers)
+
+
+def within_a_checkpoint() -> None:
+    """The second call, in the backward pass, would be another pass with other random numbers."""
+    with three_stages([nn.Dropout(0.5), *(nn.Linear(3, 3) for _ in range(3))]) as (module, _, _):
+        x = torch.ones(6, 3, dtype=torch.float64, requires_grad=True)
+        for use_reentrant in (False, True):
+            with pytest.raises(RuntimeError, match=r"pipelined module is called within torch\.utils\.checkpoint"):
+                checkpoint(module, x, use_reentrant=use_reentrant)
+
+
+def test_a_call_within_a_checkpoint_is_refused() -> None:
+    run(within_a_checkpoint)
 
 
 def interrupted_end() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import pytorch_lightning as pl
 import resume_job
+from pytorch_lightning.trainer.states import TrainerStatus
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from resume_job import ENDS, assert_resumable, fit, shuffled
 from resume_parts import (
@@ -216,6 +217,8 @@ def test_the_state_of_processes_that_have_ended() -> None:
     trainer = resume_job.Trainer(strategy="ddp_spawn", devices=2, **resume_job.QUIET)
     assert trainer.world_size == 2
     assert _of_every_process(trainer, {"loaders": None}) == [{"loaders": None}]
+    trainer.state.status = TrainerStatus.INTERRUPTED  # by the error of one rank, which has ended the process group
+    assert _of_every_process(trainer, {"loaders": None}) == [{"loaders": None}] * 2
 
 
 @pytest.mark.parametrize("data", [RestartsWhereLoaded, StateForAnother])

@@ -1,7 +1,6 @@
 """The recorded calls of one pass: the values that the stages pass on, and the calls that cannot be deferred."""
 
 import pickle
-import sys
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from strategies.common.transformers_compat import active_collector, captures_in,
 from strategies.pipeline.partition.blocks.calls import BlockCall, CallPlan, PlannedCalls, TableEntry
 from strategies.pipeline.partition.blocks.expected import ExpectedOutputs, autocast_settings
 from strategies.pipeline.partition.blocks.output import DeferredOutput
-from strategies.pipeline.stage.layers import PassContext
+from strategies.pipeline.stage.layers import PassContext, refuse_checkpoint_around
 from strategies.pipeline.stage.microbatch.split import is_object, pack_objects
 from strategies.pipeline.transport.channel import Unusual, structure_of
 
@@ -356,7 +355,7 @@ class RecordedCalls:
         """Check that all blocks run under the same settings, and that no ``torch.utils.checkpoint`` calls the first."""
         if self._settings is None:
             self._settings = torch.is_grad_enabled(), PassContext.capture(self.device.type)
-            _refuse_checkpoint_around(block)
+            refuse_checkpoint_around(f"block {block}")
             return
         grad, context = self._settings
         if grad != torch.is_grad_enabled() or context != PassContext.capture(self.device.type):
@@ -476,19 +475,6 @@ class RecordedCalls:
         for made in self._outputs.values():
             if (deferred := made()) is not None:
                 deferred.ended = reason
-
-
-def _refuse_checkpoint_around(block: str) -> None:
-    """Refuse a call by ``torch.utils.checkpoint``, which only a frame on the stack shows."""
-    frame: Any = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
-            raise RuntimeError(
-                f"block {block} is called within torch.utils.checkpoint, which would call it a second time in the "
-                "backward pass. Disable it in the model, and set RPCSequentialStrategy(checkpoint=...); or use "
-                "torch.utils.checkpoint within the block."
-            )
-        frame = frame.f_back
 
 
 def _id(tensor: Tensor) -> int:
