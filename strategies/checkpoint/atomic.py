@@ -74,9 +74,9 @@ def _exchange(temporary: Path, path: Path) -> None:
     So for a moment, which is short however large they are, both have temporary names.
     """
     before = _beside(path)
-    with suppress(FileNotFoundError):
-        os.rename(path, before)
     try:
+        with suppress(FileNotFoundError):
+            os.rename(path, before)
         os.rename(temporary, path)
     except BaseException:
         with suppress(FileNotFoundError):

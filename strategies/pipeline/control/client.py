@@ -286,13 +286,14 @@ class InterruptibleWait:
             PeerFailed: Instead of the cause, if lost workers may be replaced.
             RuntimeError: If the pipeline has ended.
         """
+        ended = self._ended  # which end() replaces
         if self._has_ended:
             raise RuntimeError("the pipeline has ended, so its stages send no more messages")
         if self._failures.any:
             self._give_up()
         self._waits.put(wait_for_message)
         while True:
-            which, error = self._ended.get()
+            which, error = ended.get()
             if which is None:
                 self._give_up()
             if which is wait_for_message:

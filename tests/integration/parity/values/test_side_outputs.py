@@ -202,6 +202,29 @@ class Aux(Both):
         return loss
 
 
+class LeavesOne(nn.Linear):
+    aux: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.aux = y.pow(2).mean()
+        return y
+
+
+class DropsAux(Small):
+    """Drops the tensor that a layer has left, when its loss depends on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequential_module[3] = LeavesOne(WIDTH, WIDTH)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        layer = self.sequential_module[3]
+        loss = mse_loss(self(batch[0]), batch[1]) + 0.1 * layer.aux
+        layer.aux = None
+        return loss
+
+
 class Unread(Both):
     """Nobody reads what the layers leave, but the layers themselves."""
 
@@ -227,6 +250,7 @@ def read_under(**options: Any) -> tuple[dict[str, str], list[Any]]:
 def everything() -> dict[str, Any]:
     settings = {"microbatches": 2, "balance": [3, 3]}
     check(Aux, stages=(2,), strategy={**settings, "schedule": "1f1b", "checkpoint": "never"})
+    check(DropsAux, stages=(2,), strategy={**settings, "schedule": "zb-h1", "checkpoint": "never"})
     check(Unread, stages=(2,), strategy={**settings, "microbatches": 1})
     return {
         "gpipe": read_under(checkpoint="never"),

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -357,6 +358,23 @@ def test_failures_do_not_keep_the_waits_of_a_session_that_has_ended() -> None:
     while kept() is not None and time.monotonic() < deadline:
         time.sleep(0.001)
     assert kept() is None and failures.any
+
+
+def test_a_wait_that_begins_while_the_session_ends() -> None:
+    failures = Failures()
+    failures.repair = Future()
+    waiting = InterruptibleWait(failures)
+    queue = waiting._waits
+
+    def put(wait_for_message: Any) -> None:
+        if wait_for_message is not None:
+            failures.add(PeerFailed("rank 0 failed"), consequence=True)
+            waiting.end()
+
+    waiting._waits = SimpleNamespace(put=put)
+    with pytest.raises(PeerFailed, match="the wait for a message ends"):
+        waiting(lambda: None)
+    queue.put(None)
 
 
 def test_an_exception_at_which_a_loop_would_end_without_an_error() -> None:
