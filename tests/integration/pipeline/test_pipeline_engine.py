@@ -108,7 +108,7 @@ def what_passes_between_stages(modes: list[str]) -> None:
                 x = torch.randn(50, 4, dtype=torch.float64)
                 torch.testing.assert_close(module(x), plain(x))
         cut: list[nn.Module] = [nn.Linear(4, 4), nn.Linear(4, 4), Cut(), nn.Linear(4, 4), nn.Linear(4, 2)]
-        with three_stages(cut, checkpoint=checkpoint) as (module, plain, pipeline):
+        with three_stages(cut, checkpoint=mode) as (module, plain, pipeline):
             compare(module, plain, pipeline, torch.randn(5, 4, dtype=torch.float64))
             module(torch.randn(5, 4, dtype=torch.float64))  # its backward pass never comes
             assert [remote.ask(StageCommands.num_kept).wait() for remote in pipeline.remotes] == [0, 0]
