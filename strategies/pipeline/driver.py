@@ -270,7 +270,8 @@ class Pipeline(NotCopyable):
         """Run the pipeline. Replaces the module's ``forward`` while the pipeline runs."""
         if not self._bypass.has_run:
             self._bypass.note_call()
-        refuse_checkpoint_around("the pipelined module")
+        if self.module.training or torch.is_grad_enabled():  # an evaluation has no backward pass
+            refuse_checkpoint_around("the pipelined module")
         steps = self._running.per_microbatch.steps if self._running and self._running.per_microbatch else None
         if steps is not None and (step := steps.current) is not None:
             return step.call(input)
@@ -692,7 +693,7 @@ class Pipeline(NotCopyable):
             self._blocks.start()
             ending.callback(self._blocks.end)
         parts = parts_of(self.module)
-        carry = executing[0].carry_changes
+        carry = executing[0].carry_buffers
         states = [StateOfStages(part, self.stages, remotes, start=start, carry=carry) for start, part in parts]
         for state in states:
             ending.callback(state.end)
@@ -950,15 +951,18 @@ class Pipeline(NotCopyable):
         executor = running.executor
         executor.side_outputs.end()
         lost: BaseException | None = None
+        may_interrupt = True
         for i, (mirror, remote) in enumerate(zip(executor.mirrors, executor.remotes, strict=True)):
-            for _ in range(2):
+            while True:
                 try:
                     bring_back(remote, self._parts(i), self.optimizers, mirror=mirror, with_grads=with_grads)
                 except Exception as error:
                     lost = lost or error
-                except BaseException as error:  # Ctrl-C, which is raised when the layers are here
+                except BaseException as error:
                     lost = error
-                    continue
+                    if may_interrupt:  # the first Ctrl-C, which is raised when the layers are here
+                        may_interrupt = False
+                        continue
                 break
         if lost is not None:
             raise lost

@@ -270,10 +270,10 @@ def outcome(case: Case, stages: int, replicas: int = REPLICAS) -> tuple[dict[str
 def collectives(strategy: RPCSequentialStrategy) -> dict[str, Any]:
     """What replicas tell each other, called as Lightning and users call it."""
     rank = strategy.global_rank
-    started = time.monotonic()
     strategy.barrier()
-    time.sleep(rank)
-    strategy.barrier("the second replica comes a second later")
+    started = time.monotonic()
+    time.sleep(2 * rank)
+    strategy.barrier("the second replica comes two seconds later")
     return {
         "waited": time.monotonic() - started,
         "broadcast": [strategy.broadcast(["any object", rank], src) for src in range(REPLICAS)],

@@ -249,6 +249,8 @@ def _not_ending_loops(error: StopIteration) -> RuntimeError:
     return RuntimeError(f"a layer or the loss raised {error!r}, an exception that ends iterations")
 
 
+_HAS_ENDED = "the pipeline has ended, so its stages send no more messages"
+
 _Ended = tuple[Callable[[], Any] | None, BaseException | None]
 """A wait that has ended, with its error; without both, a failure has occurred."""
 
@@ -288,12 +290,14 @@ class InterruptibleWait:
         """
         ended = self._ended  # which end() replaces
         if self._has_ended:
-            raise RuntimeError("the pipeline has ended, so its stages send no more messages")
+            raise RuntimeError(_HAS_ENDED)
         if self._failures.any:
             self._give_up()
         self._waits.put(wait_for_message)
         while True:
             which, error = ended.get()
+            if which is None and self._has_ended and not self._failures.any:
+                raise RuntimeError(_HAS_ENDED)
             if which is None:
                 self._give_up()
             if which is wait_for_message:
@@ -305,7 +309,8 @@ class InterruptibleWait:
         """Let the thread end, once its last wait has returned or the connection has been closed."""
         self._has_ended = True
         self._waits.put(None)
-        self._ended = SimpleQueue()  # drops waits whose end nobody awaits, and with them connections
+        before, self._ended = self._ended, SimpleQueue()  # drops waits whose end nobody awaits, and their connections
+        before.put((None, None))
 
     def _give_up(self) -> None:
         if self._outlives_session:

@@ -230,6 +230,11 @@ class Executor(NotCopyable):
         for mirror, remote in zip(self.mirrors, self.remotes, strict=True):
             mirror.carry(remote)
 
+    def carry_buffers(self) -> None:
+        """Queue for every worker the tensors that have been assigned to buffers of the driver's copies."""
+        for mirror, remote in zip(self.mirrors, self.remotes, strict=True):
+            mirror.carry_buffers(remote)
+
     def _ties_have_changed(self) -> bool:
         """Return whether values of tied parameters may have changed since the last call."""
         before, self._shared = self._shared, self._state_of_ties()

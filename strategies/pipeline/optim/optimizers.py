@@ -170,7 +170,6 @@ class PipelineOptimizers:
         Raises:
             RuntimeError: If the method returns different values on different stages.
         """
-        self._prepare()
         k, here = self._number_of(optimizer), [p for p in parameters_of(optimizer) if not p.is_meta]
         context = PassContext.capture(here[0].device.type if here else "cpu")
         sent = call, hyperparameters(optimizer), context, torch.is_grad_enabled()

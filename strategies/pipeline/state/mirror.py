@@ -135,9 +135,10 @@ def plain_attributes(layers: nn.Module) -> list[dict[str, Any]]:
 
 
 def plain_attributes_of(module: nn.Module) -> dict[str, Any]:
-    """Return the plain attributes of one module, including ``training``. Numbers of numpy become Python's."""
-    found = {name: value.item() if isinstance(value, np.generic) else value for name, value in vars(module).items()}
-    return {name: value for name, value in found.items() if type(value) in _PLAIN}
+    """Return the plain attributes of one module, including ``training`` and numbers of numpy."""
+    return {
+        name: value for name, value in vars(module).items() if type(value) in _PLAIN or isinstance(value, np.generic)
+    }
 
 
 def set_attributes(layers: nn.Module, attributes: Attributes) -> None:

@@ -30,7 +30,7 @@ class StateOfStages:
         remotes: The stage on a worker for each part; ``None``, or a missing entry, means this process.
         number: Number of the module on the stages: 0 for the model, ``k`` for its ``k``-th copy.
         start: The start of the names of the layers of ``module`` on the stages, such as ``encoder.layers.``.
-        carry: Sends changes of the driver's layers to the stages, such as tensors that were assigned to buffers.
+        carry: Sends tensors that were assigned to buffers of the driver's layers to the stages.
     """
 
     def __init__(

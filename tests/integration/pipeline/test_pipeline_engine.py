@@ -240,6 +240,10 @@ def within_a_checkpoint() -> None:
         for use_reentrant in (False, True):
             with pytest.raises(RuntimeError, match=r"pipelined module is called within torch\.utils\.checkpoint"):
                 checkpoint(module, x, use_reentrant=use_reentrant)
+            module.eval()
+            with torch.no_grad():
+                assert checkpoint(module, x, use_reentrant=use_reentrant).shape == (6, 3)
+            module.train()
 
 
 def test_a_call_within_a_checkpoint_is_refused() -> None:

@@ -30,12 +30,12 @@ def test_attributes_and_flags_are_told_once() -> None:
         assert mirror.changes() == ({}, None)
 
 
-def test_numbers_of_numpy_are_sent_as_numbers() -> None:
+def test_numbers_of_numpy_are_sent() -> None:
     layers, mirror = layers_and_mirror()
     for rate in np.linspace(0.1, 0.3, 3):
         layers[1][0].p = rate
         (changed,) = mirror.changes()[0].values()
-        assert changed == {"p": rate} and type(changed["p"]) is float
+        assert changed == {"p": rate} and type(changed["p"]) is np.float64
 
 
 def test_an_equal_value_under_another_name_is_a_change() -> None:
