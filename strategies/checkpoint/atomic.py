@@ -69,9 +69,10 @@ def new_directory(path: Path) -> Iterator[Path]:
 
 
 def _exchange(temporary: Path, path: Path) -> None:
-    """Rename a file or a directory to ``path``. What is there gets a temporary name before, and is removed at the end.
+    """Rename a file or a directory to ``path``, in place of a file or a directory that may be there.
 
-    So for a moment, which is short however large they are, both have temporary names.
+    The old one first gets a temporary name, and is removed at the end. So both have temporary names for a moment, which
+    is short however large they are.
     """
     before = _beside(path)
     try:

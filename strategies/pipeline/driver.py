@@ -418,7 +418,8 @@ class Pipeline(NotCopyable):
     def _prepare_gradients(self) -> None:
         """Complete the gradients of every stage, which optimizers are about to use.
 
-        If an error has been caught, the stages that have failed would take no part. New ones have the same state.
+        After an error that the user's code has caught, new workers with the same state start first, because the stages
+        that have failed would not step.
         """
         if self._running is None:
             return
@@ -960,7 +961,7 @@ class Pipeline(NotCopyable):
                     lost = lost or error
                 except BaseException as error:
                     lost = error
-                    if may_interrupt:  # the first Ctrl-C, which is raised when the layers are here
+                    if may_interrupt:  # the first Ctrl-C is raised when all layers are in this process
                         may_interrupt = False
                         continue
                 break

@@ -62,5 +62,8 @@ class BatchRecording:
         return self._records
 
     def lose(self) -> None:
-        """Mark the records as lost if they have not been taken, because workers have ended. The others still record."""
+        """Mark the records as lost if they have not been taken: a worker has ended with its records.
+
+        The other processes go on recording until :meth:`stop`.
+        """
         self._is_lost = self._records is None

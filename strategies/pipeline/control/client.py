@@ -209,7 +209,7 @@ class Failures:
         raise cause
 
     def cause(self) -> BaseException:
-        """Return the error to raise: of user code that has ended during a repair, or else :meth:`first_cause`."""
+        """Return the error with which user code has ended during a repair, or else :meth:`first_cause`."""
         return self.first_cause() if self._interruption is None else self._interruption
 
     def first_cause(self) -> BaseException:
@@ -256,7 +256,10 @@ _Ended = tuple[Callable[[], Any] | None, BaseException | None]
 
 
 def _wake(ended: "ref[SimpleQueue[_Ended]]", _: Any) -> None:
-    """End a wait after a failure, unless nobody waits any more: the failures live as long as the run."""
+    """End a wait after a failure.
+
+    The reference is weak, because failures live as long as the run, and a wait as long as its session.
+    """
     if (known := ended()) is not None:
         known.put((None, None))
 
