@@ -4,6 +4,7 @@ This module does not import torch, because a worker supervises its driver before
 notices that a worker is lost: :mod:`strategies.pipeline.control.client`.
 """
 
+import atexit
 import os
 import select
 import subprocess
@@ -11,6 +12,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
 
 import psutil
 
@@ -18,6 +22,8 @@ from strategies.launch.fork_server import ForkedProcess
 
 Process = subprocess.Popen | ForkedProcess
 """A child process."""
+
+_IDLE_SECONDS, _LOOK_SECONDS = 2.0, 0.001
 
 
 class Watchdog:
@@ -114,3 +120,30 @@ def end_together(processes: Sequence[Process], grace_seconds: float) -> None:
 def ending(status: int) -> str:
     """Return how a process ended, given its exit status as :mod:`subprocess` reports it."""
     return f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+
+
+@cache
+def await_gloo_at_exit() -> None:
+    """When this process exits, wait until gloo's threads have dropped the tensors of finished operations.
+
+    On a busy machine, the thread of gloo that has finished an operation may be suspended before it drops the tensors.
+    If it asks for Python's lock after Python has begun to end, the process is aborted (pytorch issue 190489).
+    """
+    atexit.register(_await_gloo)
+
+
+def _await_gloo() -> None:
+    deadline, idle_looks = time.monotonic() + _IDLE_SECONDS, 0
+    while idle_looks < 2 and time.monotonic() < deadline:  # a thread may wait for Python's lock during one look
+        time.sleep(_LOOK_SECONDS)
+        idle_looks = 0 if _gloo_runs() else idle_looks + 1
+
+
+def _gloo_runs() -> bool:
+    """Whether a thread that executes gloo's operations computes. One that waits for another process does not."""
+    for thread in Path("/proc/self/task").glob("*"):
+        with suppress(OSError):  # it has ended
+            _, _, state = (thread / "stat").read_text().rpartition(") ")
+            if state.startswith("R") and (thread / "comm").read_text().startswith("pt_gloo"):
+                return True
+    return False

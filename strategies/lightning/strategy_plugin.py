@@ -32,6 +32,7 @@ from strategies.checkpoint.store import is_sharded, load_sharded, local_path, sa
 from strategies.checkpoint.validate import check_fit
 from strategies.checkpoint.writer import BackgroundWriter, Writer, snapshot
 from strategies.launch.host_links import HostLinks
+from strategies.launch.process_ends import await_gloo_at_exit
 from strategies.launch.rank_monitor import Rank0Watch, check_connections, note_lost_connection
 from strategies.launch.rounds import shared_store
 from strategies.lightning.arguments import check_backend, checked
@@ -137,6 +138,7 @@ class StrategyPlugin(Strategy):
             self._listening = listening_towards(ranks.cluster_environment.main_address)
         super().setup_environment()
         if size > 1:
+            await_gloo_at_exit()
             key = ranks.broadcast(f"relay/rank-0/{uuid4().hex}")
             self._rank_0_watch = Rank0Watch(key)
             if self._rpc_timeout_sec is not None and ranks.num_nodes > 1:

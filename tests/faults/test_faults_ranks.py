@@ -20,6 +20,7 @@ import late_rank_0_job
 import lost_connection_job
 import pytest
 import ranks_faults_job
+import slow_gloo_job
 import torch
 from harness import run
 from paths import environment
@@ -191,10 +192,9 @@ def test_ranks_of_torchrun_that_lose_their_connection_and_catch_the_error() -> N
         assert second.startswith(refused) and "/gloo/" in second and "--max-restarts=1" in second, second
 
 
-def left_late(strategy: str) -> tuple[int, str]:
-    """Status and words of torchrun, whose rank 0 leaves its run while Python ends in the process of rank 1."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [late_rank_0_job.__file__, strategy]
+def on_two_ranks(*script: str) -> tuple[int, str]:
+    """Status and words of torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *script]
     done = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=280)
     return done.returncode, done.stdout.decode()
 
@@ -204,7 +204,15 @@ def left_late(strategy: str) -> tuple[int, str]:
 @pytest.mark.parametrize("strategy", ["ddp", "zero"])
 def test_rank_0_leaves_its_run_while_another_rank_ends(strategy: str) -> None:
     """A thread of rank 1 that waited inside torch would be woken now, and abort the process (SIGABRT)."""
-    status, said = run(left_late, strategy, timeout_seconds=300, allow=["tmp"])
+    status, said = run(on_two_ranks, late_rank_0_job.__file__, strategy, timeout_seconds=300, allow=["tmp"])
+    assert status == 0 and "terminate called" not in said, said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(320)
+def test_python_ends_while_gloo_has_tensors_of_the_last_operation() -> None:
+    """A thread of gloo that drops one while Python ends would abort the process (SIGABRT)."""
+    status, said = run(on_two_ranks, slow_gloo_job.__file__, timeout_seconds=300, allow=["tmp"])
     assert status == 0 and "terminate called" not in said, said
 
 
