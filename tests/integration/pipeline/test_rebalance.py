@@ -136,6 +136,7 @@ def test_every_n_steps() -> None:
 
     def check(found: tuple[list[list[int]], list[str]]) -> None:
         balances, lines = found
+        assert balances[:10] == [[5, 6]] * 10, found
         assert balances[10][0] in (3, 4) and balances[-1][0] in (3, 4) and 1 <= len(lines) <= 2, found
 
     balances, _ = until_undisturbed(lambda: run(moved_within_an_epoch), check)

@@ -88,6 +88,7 @@ def hugging_face(name: str) -> Any:
 SHIFTS = {
     "GPT2LMHeadModel": True,
     "LlamaForCausalLM": True,
+    "LlamaForTokenClassification": False,
     "BertLMHeadModel": True,
     "BertForMaskedLM": False,
     "BertForTokenClassification": False,
