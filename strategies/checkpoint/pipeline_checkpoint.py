@@ -314,7 +314,7 @@ def write_shard(shards: Path, plan: SavePlan, tensors: Mapping[str, Tensor]) -> 
 
 def _write_shelved(stage: Any, shards: Path, plan: SavePlan, names: ShelfPaths) -> list[WriteResult]:
     """Write the tensors on the shelf of the stage behind an ``RRef``. Runs on an RPC thread of the stage's worker."""
-    shelf = stage.local_value().hosted.shelf
+    shelf = stage.local_value().hosted.held.shelf
     return write_shard(shards, plan, {key: shelf[number][path] for key, (number, path) in names.items()})
 
 

@@ -119,7 +119,6 @@ class _RunningParts:
     """The state of each list of layers of the model."""
     copies: list[StateOfStages]
     """The states of the copies of the model."""
-    holders: list[Holder]
     ending: ExitStack
     """Ends the pipeline, in the reverse order of its start."""
 
@@ -358,9 +357,8 @@ class Pipeline(NotCopyable):
             raise RuntimeError("the pipeline has ended, so this forward function of its module can no longer be called")
         if not self.failures.raised:
             return running
-        remotes = running.executor.remotes
         has_peers = self._replicas is not None or self._parts_of_layers is not None
-        if has_peers or any(remote.has_ended for remote in remotes):
+        if has_peers or any(remote.has_ended for remote in running.executor.remotes):
             self.failures.raise_cause()
         self._gather(running, with_grads=True)
         self.close(gather=False)
@@ -404,11 +402,6 @@ class Pipeline(NotCopyable):
     def workers(self) -> Workers | Ranks | None:
         """The processes of the remote stages; ``None`` if there are none."""
         return self._workers if self._running is not None else None
-
-    @property
-    def num_updates(self) -> int:
-        """How often optimizers or user code may have changed parameters or buffers on workers."""
-        return self.optimizers.num_steps + sum(h.num_writes for h in self._running.holders) if self._running else 0
 
     def average_grads(self) -> None:
         """Average the gradients of every stage over the replicas, if there are several."""
@@ -481,10 +474,10 @@ class Pipeline(NotCopyable):
         """
         running, before = self._usable(), self.balance
         self.verify()
-        remotes, recorder = running.executor.remotes, running.executor.stage.recorder
+        recorder = running.executor.stage.recorder
         with self.failures.explained():
-            kept = [answer.wait() for answer in [remote.ask(StageCommands.num_kept) for remote in remotes]]
-        if any(kept) or running.executor.stage.num_kept:
+            num_kept = running.executor.wait()
+        if num_kept:
             raise RuntimeError(
                 "layers can move between steps only, but a step is in progress: call rebalance in a hook such as "
                 "on_train_batch_end or on_train_epoch_end"
@@ -706,7 +699,7 @@ class Pipeline(NotCopyable):
         if recovery is not None:
             ending.callback(recovery.end)
             recovery.start()
-        return _RunningParts(*executing, states, copies, holders, ending=ending.pop_all())
+        return _RunningParts(*executing, states, copies, ending=ending.pop_all())
 
     def _executing(
         self,

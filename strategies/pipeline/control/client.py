@@ -713,10 +713,6 @@ class RemoteStage(NotCopyable):
         self._lost.set_result(None)
         self.process.kill()
 
-    def doing(self) -> str:
-        """Return a description of what the stage does or did last, without asking its process."""
-        return self.process.doing()
-
     def connect(self, link: Sender) -> None:
         """Make the stage follow orders on a link from now on."""
         self._link = link
@@ -745,7 +741,7 @@ class RemoteStage(NotCopyable):
             self._log.perform(order, order.run)
         elif self._link is None:
             self.call(calls, Future())
-        elif not self._followed.done():  # else following has failed
+        else:
             self.transmit(pickle.dumps(calls))
 
     def send_zero_grad(self, name: str, set_to_none: bool, module: int = 0) -> None:

@@ -114,8 +114,8 @@ class _WatchedStage:
             self._give_up("is busy with one thing", f"Its stack:\n{now.stack}", times=BUSY_FACTOR)
 
     def _give_up(self, how: str, more: str, *, times: int = 1) -> None:
-        seconds = times * self._timeout_seconds
+        seconds, doing = times * self._timeout_seconds, self.remote.process.doing()
         self.remote.give_up(
-            f"{how}: it has stood still {self.remote.doing()} for {seconds:g} s. If it only takes its time, raise "
-            f"rpc_timeout_sec. {more}"
+            f"{how}: it has stood still {doing} for {seconds:g} s. If it only takes its time, raise rpc_timeout_sec. "
+            f"{more}"
         )

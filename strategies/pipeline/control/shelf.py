@@ -107,9 +107,9 @@ class ShelvedPart:
         return self.mapped(lambda path, layout: next(fetched))
 
 
-def captured(stage: RemoteStage, kind: PartKind, number: int = 0) -> Any:
+def captured(stage: RemoteStage, kind: PartKind) -> Any:
     """Return a part of the state of a stage, with its values."""
-    return ShelvedPart.of(stage, Part(kind, number)).values()
+    return ShelvedPart.of(stage, Part(kind)).values()
 
 
 class Wanted(NamedTuple):

@@ -264,13 +264,16 @@ class Executor(NotCopyable):
         if self._num_backward > self._num_averaged:
             self.average_gradients()
 
-    def wait(self) -> None:
-        """Wait until every stage has run its commands. Passes and optimizer steps do not wait for all stages."""
-        for answer in [remote.ask(StageCommands.num_kept) for remote in self.remotes]:
-            answer.wait()
+    def wait(self) -> int:
+        """Wait until every stage has run its commands. Passes and optimizer steps do not wait for all stages.
 
-    def forget(self, number: int) -> None:
-        """Make every stage forget a pass whose backward part can no longer follow."""
+        Returns the number of micro-batches that wait for their backward pass, in all stages.
+        """
+        answers = [remote.ask(StageCommands.num_kept) for remote in self.remotes]
+        return sum(answer.wait() for answer in answers) + self.stage.num_kept
+
+    def discard(self, number: int) -> None:
+        """Make every stage discard a pass whose backward part can no longer follow."""
         self.unfinished.discard(number)
         self.stage.discard(number)
         for remote in self.remotes:
@@ -293,7 +296,7 @@ class PendingPass:
 
     Args:
         this: The pass.
-        executor: Runs the pass, and forgets it if its backward part can no longer follow.
+        executor: Runs the pass, and discards it if its backward part can no longer follow.
     """
 
     def __init__(self, this: Pass, executor: Executor) -> None:
@@ -321,7 +324,7 @@ class PendingPass:
     def __del__(self) -> None:
         executor = self._executor()
         if executor is not None and self.this.grad and not self._is_spent:
-            executor.forget(self.this.number)
+            executor.discard(self.this.number)
 
 
 class FillDrain:

@@ -279,7 +279,7 @@ class _MicrobatchCode:
             return False
         m = action.microbatch
         self._is_joined = (
-            not (this.at_once or this.splits)
+            not this.splits
             and (m, action.stage) not in self._executor.stage.recomputed
             and not any(self._inputs[m])  # otherwise _answer uses the graph of the code before the call again
             and self._comes_next(Action("B", m, action.stage), islice(row, place + 1, None))

@@ -10,6 +10,7 @@ process are chunks of the driver's stage. The schedule is ``gpipe``, for any pla
 Index letters: ``i`` partition, which is a chunk of the pipeline; ``r`` rank.
 """
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -164,7 +165,7 @@ class _PartitionExecutor(Executor):
     def _fail(self) -> None:
         self._begin_without_failures(Failures())
         self._transport.give_up(self.current)
-        self.forget(self.current)
+        self.discard(self.current)
 
     def _begin_without_failures(self, failures: Failures) -> None:
         """Start to record failures. The first failure ends the waits of this process."""
@@ -280,4 +281,4 @@ def _close(hosts: Sequence[Any]) -> None:
 
 def _shipped(layers: StageLayers) -> Shipped:
     state = StageState.capture(layers, list(layers.parameters()))
-    return Shipped(pickled(state, layers, None, streams=False).blob)
+    return Shipped(pickled(state, layers, None, small_bytes=sys.maxsize).blob)

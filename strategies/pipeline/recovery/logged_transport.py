@@ -11,7 +11,6 @@ from typing import Any
 
 from strategies.pipeline.recovery.log import Log, NotRepeated, copied
 from strategies.pipeline.stage.edges import tensors_of
-from strategies.pipeline.transport.channel import Arrived, Arriving
 from strategies.pipeline.transport.interface import AroundTransport, InChannel, OutChannel, Transport
 from strategies.pipeline.transport.journal import Fingerprint, fingerprint
 
@@ -24,8 +23,6 @@ class LoggedTransport(AroundTransport):
         transport: The transport of the first session.
         stages: The stages on workers in words.
     """
-
-    is_ordered = False
 
     def __init__(self, log: Log, transport: Transport, stages: Sequence[str]) -> None:
         super().__init__(transport)
@@ -109,7 +106,7 @@ class _LoggedValue:
         self.sender.inner.send(self.copy, self.number, self.microbatch, keep=self.keep)
 
 
-class LoggedReceiver:
+class LoggedReceiver(InChannel):
     """Receives the values of one worker, and notes fingerprints of them in the log.
 
     Args:
@@ -126,9 +123,6 @@ class LoggedReceiver:
     def open(self, transport: Transport) -> None:
         """Use the connections of a session."""
         self.inner = transport.receiver(self.peer, self._tag)
-
-    def begin(self, pass_number: int, microbatch: int) -> Arriving:
-        return Arrived(self.receive(pass_number, microbatch))
 
     def receive(self, pass_number: int, microbatch: int) -> Any:
         log = self._log

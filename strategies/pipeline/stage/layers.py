@@ -57,7 +57,6 @@ CallLayers = Callable[[nn.Sequential, Any, Before], Any]
 
 RECOMPUTE_MODES = ("always", "except_last", "never")
 
-_CPU = torch.device("cpu")
 _BACKEND_FLAGS = (
     *("cudnn.enabled", "cudnn.benchmark", "cudnn.deterministic"),
     "cuda.matmul.allow_fp16_accumulation",

@@ -210,12 +210,9 @@ class _StagePickler(cloudpickle.Pickler):
 
     dispatch_table: ClassVar[Any] = ChainMap({CodeType: _reduced_code}, cloudpickle.Pickler.dispatch_table)
 
-    def __init__(
-        self, file: io.BytesIO, forbidden: Any, construction: Construction | None, *, streams: bool, small_bytes: int
-    ) -> None:
+    def __init__(self, file: io.BytesIO, forbidden: Any, construction: Construction | None, small_bytes: int) -> None:
         super().__init__(file)
-        self._forbidden, self._construction, self._streams = forbidden, construction, streams
-        self._small_bytes = small_bytes
+        self._forbidden, self._construction, self._small_bytes = forbidden, construction, small_bytes
         self.storages: dict[int, UntypedStorage] = {}
         self.recipes: dict[int, Recipe] = {}
         self._numbers: dict[int, int] = {}
@@ -223,7 +220,7 @@ class _StagePickler(cloudpickle.Pickler):
     def persistent_id(self, obj: Any) -> Any:
         if isinstance(obj, _Built):
             return obj
-        found = storage_of(obj) if self._streams else None
+        found = storage_of(obj)
         if found is None or found[0].nbytes() <= self._small_bytes:
             return None
         storage, dtype = found
@@ -322,7 +319,6 @@ def pickled(
     forbidden: Any,
     construction: Construction | None = None,
     *,
-    streams: bool = True,
     small_bytes: int = SMALL_BYTES,
 ) -> Parcel:
     """Pickle the state of a stage, including classes and functions that a script or notebook defines.
@@ -332,8 +328,7 @@ def pickled(
         layers: The layers in ``state``. The error message names the layer that cannot be pickled.
         forbidden: The whole model, which must not become part of the pickle.
         construction: Has the recipes of tensors that have been recorded but not built.
-        streams: Leave out the values of large tensors. Otherwise they are part of the pickle.
-        small_bytes: The maximum size of a storage that is part of the pickle even so.
+        small_bytes: The maximum size of a storage that is part of the pickle. Larger ones are left out.
 
     Raises:
         ValueError: If an object cannot be pickled, or refers to ``forbidden``.
@@ -353,7 +348,7 @@ def pickled(
                 stacklevel=2,
             )
     file = io.BytesIO()
-    pickler = _StagePickler(file, forbidden, construction, streams=streams, small_bytes=small_bytes)
+    pickler = _StagePickler(file, forbidden, construction, small_bytes)
     try:
         pickler.dump(state)
     except ValueError:

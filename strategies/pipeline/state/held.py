@@ -49,6 +49,11 @@ class HeldState:
         self.computed = state.computed
         """Results of operations that the driver refers to, by number."""
         self.shelf = state.shelf
+        """Tensors on the shelf, by number and flattened path.
+
+        Commands add and remove tensors between passes. RPC threads read the tensors (``RemoteStage.beside``), so that
+        the stage can run passes at the same time.
+        """
         """Tensors on the shelf for the driver, by number and flattened path."""
         self.shared_steps = shared_steps
         self.states_read: dict[int, Any] = {}

@@ -20,7 +20,6 @@ from strategies.common.torch_compat import storage_key, version_of
 
 _PLAIN = (bool, int, float, str, type(None))
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_MISSING = object()
 
 
 class _NotCarried(Exception):

@@ -45,7 +45,7 @@ from strategies.common.torch_compat import (
     tree_leaves,
     tree_map,
 )
-from strategies.common.trees import TensorLayout
+from strategies.common.trees import TensorLayout, layouts
 from strategies.common.waiting import Wait, wait_here
 
 Arguments = ParamSpec("Arguments")
@@ -158,15 +158,6 @@ def filled(template: Any, kind: type[Marker], value_of: Callable[[Marker], Any])
         lambda leaf: value_of(leaf) if isinstance(leaf, kind) else leaf,
         template,
         is_leaf=lambda node: isinstance(node, kind),
-    )
-
-
-def _described(value: Any, requires_grad: Iterable[bool]) -> Any:
-    """Return ``value`` with a :class:`TensorLayout` in place of each tensor."""
-    flags = iter(requires_grad)
-    return tree_map(
-        lambda leaf: TensorLayout(tuple(leaf.shape), leaf.dtype, next(flags)) if isinstance(leaf, Tensor) else leaf,
-        value,
     )
 
 
@@ -288,14 +279,32 @@ class _Numbered:
     free: list[_Buffer]
 
 
+class Transfer(Protocol):
+    """A transfer of tensors between two devices. It keeps the memory of the tensors alive."""
+
+    def wait(self) -> None:
+        """Make later computation of this thread wait until the transfer has run."""
+
+    def synchronize(self) -> None:
+        """Block until the transfer has run."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the transfer has run, or has been given up, as far as is known without waiting."""
+
+
 @dataclass(frozen=True)
 class Sent:
-    """A value in transit: its sends, the memory that gloo reads, and its layout if its message may be reused."""
+    """A value in transit: its sends, the memory that gloo reads, and its layout if its message may be reused.
+
+    Tensors of the device plane have a separate ``transfer``.
+    """
 
     works: list[Work]
     message: _Buffer
     others: Sequence[Tensor] = ()
     of: _Numbered | None = None
+    transfer: Transfer | None = None
 
 
 class Sender:
@@ -415,14 +424,14 @@ class Sender:
             key = structure_of(value, describe)
         except Unusual:
             tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-            key = _pickled(_described(value, [tensor.requires_grad for tensor in tensors]))
+            key = _pickled(layouts(value))
         known = self._known.get(key)
         if known is not None:
             return known, tensors, b""
         if len(self._known) == _MAX_LAYOUTS:
             self._known.clear()  # the receiver overwrites its layouts when new layouts arrive
             self._free_bytes = 0
-        tree = _described(value, [tensor.requires_grad for tensor in tensors])
+        tree = layouts(value)
         known = self._known[key] = _Numbered(len(self._known), Layout(tree, self.small_bytes), [])
         return known, tensors, cloudpickle.dumps(tree)
 

@@ -38,6 +38,7 @@ from strategies.pipeline.transport.channel import (
     Receiver,
     Sender,
     Sent,
+    Transfer,
     as_message,
     unrecorded,
 )
@@ -45,20 +46,6 @@ from strategies.pipeline.transport.ties import GRADIENT_TAG, VALUE_TAG, Tie, pai
 
 _ABORT_SECONDS, _ABORT_SECONDS_AFTER_FAILURE = 10.0, 1.0
 """How long :meth:`Links.close` waits for aborts of communicators. Meanwhile, the user waits for an error message."""
-
-
-class Transfer(Protocol):
-    """A transfer of tensors between two devices. It keeps the memory of the tensors alive."""
-
-    def wait(self) -> None:
-        """Make later computation of this thread wait until the transfer has run."""
-
-    def synchronize(self) -> None:
-        """Block until the transfer has run."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the transfer has run, or has been given up, as far as is known without waiting."""
 
 
 class Link(Protocol):
@@ -183,13 +170,6 @@ def routes_of(rank_of: Sequence[int], ties: Iterable[Tie]) -> list[Route]:
     return routes
 
 
-@dataclass(frozen=True)
-class _SentByDevice(Sent):
-    """A value in transit whose tensors have a separate transfer."""
-
-    transfer: Transfer | None = None
-
-
 class DeviceSender(Sender):
     """Sends values to one peer over a link; :class:`DeviceReceiver` receives them.
 
@@ -217,7 +197,7 @@ class DeviceSender(Sender):
         others = [as_message(description)] if description else []
         works += [unrecorded(self._post, [tensor], self._peer, self._tag + 1) for tensor in others]
         transfer = self._link.send(payload) if payload else None
-        self._under_way.append(_SentByDevice(works, message, others, known, transfer))
+        self._under_way.append(Sent(works, message, others, known, transfer))
         self._bytes_under_way += known.layout.total_bytes
         self._num_not_copied += bool(payload)
         if keep is not None:
@@ -235,7 +215,7 @@ class DeviceSender(Sender):
             self._wait(partial(self._wait_until, keep))
             return
         for place, sent in enumerate(self._under_way):
-            if isinstance(sent, _SentByDevice) and sent.transfer is not None:
+            if sent.transfer is not None:
                 sent.transfer.wait()
                 self._under_way[place] = replace(sent, transfer=None)
 
@@ -247,14 +227,14 @@ class DeviceSender(Sender):
         self.release_sent()
         while len(self._under_way) > keep:
             oldest = self._under_way[0]
-            if isinstance(oldest, _SentByDevice) and oldest.transfer is not None:
+            if oldest.transfer is not None:
                 return
             self._wait_for_oldest()
 
     def release_sent(self) -> None:
         """Drop the tensors of values whose transfers have run, without waiting for any transfer."""
         for place, sent in enumerate(self._under_way):
-            if isinstance(sent, _SentByDevice) and sent.transfer is not None:
+            if sent.transfer is not None:
                 if not sent.transfer.is_over:
                     return  # later transfers have not run either
                 sent.transfer.wait()
@@ -262,7 +242,7 @@ class DeviceSender(Sender):
 
     def _wait_for_oldest(self) -> None:
         sent = self._under_way[0]
-        if isinstance(sent, _SentByDevice) and sent.transfer is not None:
+        if sent.transfer is not None:
             sent.transfer.synchronize()
         super()._wait_for_oldest()
 

@@ -13,7 +13,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from strategies.common.waiting import Wait
-from strategies.pipeline.transport.channel import Arriving, Receiver, Sender
+from strategies.pipeline.transport.channel import Arrived, Arriving, Receiver, Sender
 
 
 class OutChannel(Protocol):
@@ -33,7 +33,8 @@ class InChannel(Protocol):
     """Receives the values of one peer; see :class:`~strategies.pipeline.transport.channel.Receiver`."""
 
     def begin(self, pass_number: int, microbatch: int) -> Arriving:
-        """Begin to receive the value of a pass and a micro-batch."""
+        """Begin to receive the value of a pass and a micro-batch. By default, wait for it."""
+        return Arrived(self.receive(pass_number, microbatch))
 
     def receive(self, pass_number: int, microbatch: int) -> Any:
         """Wait for the value of a pass and a micro-batch."""
@@ -69,11 +70,13 @@ class Transport(Protocol):
 
 
 class AroundTransport:
-    """Base of a transport around another one, which does what concerns all channels.
+    """Base of a transport around a host transport, which does what concerns all channels.
 
     Args:
         transport: The other transport.
     """
+
+    is_ordered = False
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport

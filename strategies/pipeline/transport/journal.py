@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from strategies.common.trees import tensors_in
-from strategies.pipeline.transport.channel import Arrived, Arriving
 from strategies.pipeline.transport.interface import AroundTransport, InChannel, OutChannel, Transport
 
 Fingerprint = tuple[Any, ...]
@@ -85,7 +84,6 @@ class JournaledTransport(AroundTransport):
 
     def __init__(self, transport: Transport) -> None:
         super().__init__(transport)
-        self.is_ordered = transport.is_ordered
         self._senders: dict[tuple[int, int], JournaledSender] = {}
         self._receivers: dict[tuple[int, int], JournaledReceiver] = {}
         self._messages: list[Message] | None = None
@@ -137,14 +135,11 @@ class JournaledSender:
         return self.channel.send(value, pass_number, microbatch, keep=keep)
 
 
-class JournaledReceiver:
+class JournaledReceiver(InChannel):
     """Receives the values of one peer; see :class:`~strategies.pipeline.transport.interface.InChannel`."""
 
     def __init__(self, journal: JournaledTransport, channel: InChannel, peer: int, tag: int) -> None:
         self._journal, self.channel, self._peer, self._tag = journal, channel, peer, tag
-
-    def begin(self, pass_number: int, microbatch: int) -> Arriving:
-        return Arrived(self.receive(pass_number, microbatch))
 
     def receive(self, pass_number: int, microbatch: int) -> Any:
         value = self.channel.receive(pass_number, microbatch)

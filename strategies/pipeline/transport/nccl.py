@@ -16,7 +16,8 @@ from torch.distributed import PrefixStore, Store
 
 from strategies.common.torch_compat import nccl_backend
 from strategies.common.trees import TensorLayout
-from strategies.pipeline.transport.device import Links, Route, Transfer, bytes_of, given_up
+from strategies.pipeline.transport.channel import Transfer
+from strategies.pipeline.transport.device import Links, Route, bytes_of, given_up
 
 _LOOK_SECONDS = 5e-5
 """How often a blocked process checks whether a transfer has run. A wait within CUDA could not be interrupted."""

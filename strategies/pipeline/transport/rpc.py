@@ -21,7 +21,7 @@ from strategies.common.errors import PeerFailed
 from strategies.common.torch_compat import tree_map_only
 from strategies.common.trees import tensors_in
 from strategies.common.waiting import Wait, wait_here
-from strategies.pipeline.transport.channel import Arrived, Arriving
+from strategies.pipeline.transport.interface import InChannel
 
 
 class MessageKey(NamedTuple):
@@ -118,7 +118,7 @@ class RpcSender:
             self._under_way.popleft().wait()
 
 
-class RpcReceiver:
+class RpcReceiver(InChannel):
     """Takes values from an inbox of this process; see :class:`~strategies.pipeline.transport.interface.InChannel`.
 
     Args:
@@ -130,9 +130,6 @@ class RpcReceiver:
 
     def __init__(self, inbox: Inbox, tag: int, device: torch.device, wait: Wait) -> None:
         self._inbox, self._tag, self._device, self._wait = inbox, tag, device, wait
-
-    def begin(self, pass_number: int, microbatch: int) -> Arriving:
-        return Arrived(self.receive(pass_number, microbatch))
 
     def receive(self, pass_number: int, microbatch: int) -> Any:
         key = MessageKey(self._tag, pass_number, microbatch)

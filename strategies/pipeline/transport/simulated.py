@@ -28,8 +28,8 @@ from torch.distributed import ProcessGroup
 from strategies.common.torch_compat import cpu_backend, storage_key, timeout_of
 from strategies.common.trees import TensorLayout
 from strategies.common.waiting import Wait
-from strategies.pipeline.transport.channel import unrecorded
-from strategies.pipeline.transport.device import Links, Route, Transfer, bytes_of, given_up
+from strategies.pipeline.transport.channel import Transfer, unrecorded
+from strategies.pipeline.transport.device import Links, Route, bytes_of, given_up
 
 _FIRST_TAG = 1000
 """Payloads of a channel have its tag plus this number."""

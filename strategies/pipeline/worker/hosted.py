@@ -182,12 +182,6 @@ class HostedStage(StageCommands):
         self._values = HeldValues(self._modules, self.held.computed)
         self._gathered: dict[int, GatheredGradients] = {}
         """Gradients of passes that have not been released, by the number of the pass."""
-        self.shelf = self.held.shelf
-        """Tensors on the shelf, by number and flattened path.
-
-        Commands add and remove tensors between passes. RPC threads read the tensors (``RemoteStage.beside``), so that
-        the stage can run passes at the same time.
-        """
         if state.random_state is not None:
             state.random_state.restore()
 
@@ -350,7 +344,7 @@ class HostedStage(StageCommands):
         trees = []
         for number, part in parts.items():
             self._activity.doing = _CAPTURING[part.kind]
-            self.shelf[number], tree = on_shelf(self.held.capture(part))
+            self.held.shelf[number], tree = on_shelf(self.held.capture(part))
             trees.append(tree)
         return trees
 
@@ -359,15 +353,16 @@ class HostedStage(StageCommands):
         self.held.place(part, content)
 
     def shelved(self, number: int, pieces: Sequence[Piece]) -> Tensor:
-        tensors = self.shelf[number]
+        tensors = self.held.shelf[number]
         return torch.cat([bytes_of(tensors[path])[start:stop].cpu() for path, start, stop in pieces])
 
     def copy_shelved(self, number: int) -> None:
-        self.shelf[number] = {path: tensor.to("cpu", copy=True) for path, tensor in self.shelf[number].items()}
+        shelf = self.held.shelf
+        shelf[number] = {path: tensor.to("cpu", copy=True) for path, tensor in shelf[number].items()}
 
     def free(self, number: int) -> None:
         self.held.computed.pop(number, None)
-        self.shelf.pop(number, None)
+        self.held.shelf.pop(number, None)
 
     # Snapshots
 
@@ -385,7 +380,7 @@ class HostedStage(StageCommands):
             self._activity.doing = "going back to a snapshot"
             self._repeated, (number, address) = Repeated(self._journal.take(), self._stage.recorder), begin
             state = self._slots.read(address, number)
-            state.shelf = {**self.shelf, **state.shelf}  # others may read what has been captured since
+            state.shelf = {**self.held.shelf, **state.shelf}  # others may read what has been captured since
             self._begin(state, self._placed(state))
         self._journal.begin()
 

@@ -37,7 +37,7 @@ class Stage(HostedStage):
     """A worker's stage without a data plane."""
 
     def __init__(self, layers: nn.Sequential, optimizer: Optimizer, numbers: list[int]) -> None:
-        self._layers, self._optimizers, self.shelf = layers, [optimizer], {}
+        self._layers, self._optimizers = layers, [optimizer]
         (own,) = cut(layers, [len(layers)])
         self.held = HeldState(StageState(own, numbers=[numbers]), [optimizer], torch.device("cpu"))
         self._shelf_numbers, self._activity = itertools.count(), Activity()
@@ -150,7 +150,7 @@ def test_gathered() -> None:
     checkpoint = two.checkpoint()
     elsewhere = [key for key, tensor in sharded_tensors(checkpoint).items() if isinstance(tensor, ShelvedTensor)]
     assert len(elsewhere) == 7 + 4 * 3  # parameters and buffers of two layers, and what Adam has for four parameters
-    assert two.remote.fetched == [] and len(two.stage.shelf) == 2
+    assert two.remote.fetched == [] and len(two.stage.held.shelf) == 2
     two.states.gather(checkpoint)
     assert not any(tensor.is_meta for tensor in sharded_tensors(checkpoint).values())
     assert checkpoint["state_dict"]._metadata == expected()["state_dict"]._metadata
@@ -158,7 +158,7 @@ def test_gathered() -> None:
     received = {id(tensor) for tensor in two.states.gathered_tensors()}
     assert elsewhere == [key for key, tensor in sharded_tensors(checkpoint).items() if id(tensor) in received]
     two.states.forget()
-    assert two.states.gathered_tensors() == [] and two.stage.shelf == {}
+    assert two.states.gathered_tensors() == [] and two.stage.held.shelf == {}
 
 
 def test_what_hooks_see_of_other_stages() -> None:
@@ -188,7 +188,7 @@ def test_what_was_gathered_follows_the_stages() -> None:
     moments[weight] = {"exp_avg": torch.zeros(4, 3), "more": {"sum": torch.ones(2)}}
     assert all(tensor.any() for tensor in before)
     two.states.refresh()
-    assert not any(tensor.any() for tensor in before) and len(two.stage.shelf) == 2
+    assert not any(tensor.any() for tensor in before) and len(two.stage.held.shelf) == 2
     assert states.keys() == {"exp_avg", "more"} and torch.equal(states["more"]["sum"], torch.ones(2))
 
 
@@ -219,7 +219,7 @@ def test_one_file_that_is_written_as_it_arrives(tmp_path: Path, needs_copy: bool
         } <= set(range(21))
     del checkpoint, state, write
     two.states.forget()
-    assert two.stage.shelf == {}
+    assert two.stage.held.shelf == {}
 
 
 @pytest.mark.parametrize("needs_copy", [False, True])
@@ -236,7 +236,7 @@ def test_written_and_read_by_the_stages(tmp_path: Path, needs_copy: bool) -> Non
     alike(load_sharded(path)[0], expected(), tolerance=0.0)
     del checkpoint, write
     two.states.forget()
-    assert not two.stage.shelf
+    assert not two.stage.held.shelf
 
     other = TwoStages()
     for optimizer in (other.optimizer, other.stage._optimizers[0]):
@@ -252,7 +252,7 @@ def test_a_stage_that_cannot_write(tmp_path: Path) -> None:
     two, path = TwoStages(), tmp_path / "a.ckpt"
     two.states.prepare_sharded(two.checkpoint(), path, needs_copy=False)()
     write = two.states.prepare_sharded({**two.checkpoint(), "epoch": 4}, path, needs_copy=False)
-    two.stage.shelf.clear()
+    two.stage.held.shelf.clear()
     with pytest.raises(RuntimeError, match=rf"stage 0, process 7, could not write its part of the checkpoint {path}: "):
         write()
     two.remote.has_ended = True

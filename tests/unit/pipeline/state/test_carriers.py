@@ -1,5 +1,6 @@
 """What is shipped to a worker."""
 
+import sys
 import threading
 from typing import Any
 
@@ -105,6 +106,6 @@ def test_large_values_are_not_in_the_pickle() -> None:
         arrived[0].weight[2] = 7
     assert arrived[0].rows[0].tolist() == [7] * 300
 
-    in_one = pickled(layers, layers, Model(), streams=False)
+    in_one = pickled(layers, layers, Model(), small_bytes=sys.maxsize)
     assert not in_one.storages
     assert torch.equal(unpickled(in_one.blob)[0][0].weight, layers[0].weight)
