@@ -43,6 +43,7 @@ class Seeds:
 
     def __init__(self, base: int) -> None:
         self._base, self._num_training, self._num_others = base, 0, 0
+        self._num_before_batch = 0
 
     @classmethod
     def ahead_of_the_process(cls) -> "Seeds":
@@ -59,15 +60,25 @@ class Seeds:
         self._num_others += 1
         return _hashed(self._base, 0, self._num_others, replica)
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the base of the sequences and the positions in them, as integers."""
-        return {"base": self._base, "num_training": self._num_training, "num_others": self._num_others}
+    def begin_batch(self, *_: object) -> None:
+        """Note the position at which the next training batch begins."""
+        self._num_before_batch = self._num_training
+
+    def state_dict(self, *, before_batch: bool = False) -> dict[str, int]:
+        """Return the base of the sequences and the positions in them, as integers.
+
+        Args:
+            before_batch: Return the position in the sequence of training passes at which the last batch began.
+        """
+        num_training = self._num_before_batch if before_batch else self._num_training
+        return {"base": self._base, "num_training": num_training, "num_others": self._num_others}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
         self._base, self._num_training, self._num_others = (
             int(state[name]) for name in ("base", "num_training", "num_others")
         )
+        self._num_before_batch = self._num_training
 
 
 def layer_seed(seed: int, microbatch: int, layer: int) -> int:

@@ -109,6 +109,9 @@ class Saves(Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
         self._save(trainer, pl_module, "on_train_batch_start")
 
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self._save(trainer, pl_module, "on_before_optimizer_step")
+
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
         self._save(trainer, pl_module, "on_train_batch_end")
 

@@ -14,18 +14,29 @@ class ResumableResults(ResultCollection):
     def __init__(self) -> None:
         super().__init__(training=True)
         self._resumed: dict[str, dict[str, Any]] = {}
+        self._before_batch: dict[str, dict[str, Any] | None] = {}
+        """The values before the current batch of each metric that the batch has logged; ``None`` if it had none."""
 
-    def state(self) -> dict[str, dict[str, Any]]:
-        """Return the sums of all logged tensors, as plain types and tensors."""
+    def begin_batch(self) -> None:
+        """Record that a batch begins."""
+        self._before_batch = {}
+
+    def state(self, *, before_batch: bool = False) -> dict[str, dict[str, Any]]:
+        """Return the sums of all logged tensors, as plain types and tensors.
+
+        Args:
+            before_batch: Leave out what the current batch has logged.
+        """
+        earlier = self._before_batch if before_batch else {}
         return {
             key: {
                 "arguments": {name: getattr(metric.meta, name) for name in _ARGUMENTS}
                 | {"reduce_fx": metric.meta.reduce_fx.__name__},
                 "sync": {"_should": metric.meta.sync.should, "rank_zero_only": metric.meta.sync.rank_zero_only},
-                "values": {name: getattr(metric, name).detach().cpu() for name in metric_defaults(metric)},
+                "values": values,
             }
             for key, metric in self.items()
-            if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset
+            if _is_summed(metric) and (values := earlier.get(key, _values(metric))) is not None
         }
 
     def resume(self, state: dict[str, dict[str, Any]], reduce: Callable[..., Any]) -> None:
@@ -54,6 +65,8 @@ class ResumableResults(ResultCollection):
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
         if key in self._resumed:
             self._take(key, self._resumed.pop(key))
+        if _is_summed(metric := self[key]) and key not in self._before_batch:
+            self._before_batch[key] = _values(metric)
         super().update_metrics(key, value, batch_size)
 
     def _take(self, key: str, values: dict[str, Any]) -> None:
@@ -61,3 +74,14 @@ class ResumableResults(ResultCollection):
         for name in values.keys() & set(metric_defaults(metric)):
             setattr(metric, name, values[name].to(getattr(metric, name).device))
         metric.has_reset = False
+
+
+def _is_summed(metric: ResultMetric) -> bool:
+    return bool(metric.is_tensor and metric.meta.on_epoch)
+
+
+def _values(metric: ResultMetric) -> dict[str, Any] | None:
+    """Return a copy of the sums of a metric; ``None`` if nothing has been logged since its last reset."""
+    if metric.has_reset:
+        return None
+    return {name: getattr(metric, name).detach().to("cpu", copy=True) for name in metric_defaults(metric)}

@@ -54,7 +54,14 @@ class ResumingEpochLoop(TrainingEpochLoop):
         """Return whether the last batch of the epoch has been taken."""
         return bool(self._num_ready_batches_reached())
 
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a batch has begun but is not trained on."""
+        current: Any = self.batch_progress.current
+        return bool(current.started > current.processed)
+
     def advance(self, data_fetcher: DataFetcher) -> None:
+        self._results.begin_batch()
         if not self.finishes_batch:
             super().advance(data_fetcher)
             return
@@ -92,7 +99,7 @@ class ResumingFitLoop(FitLoop):
             "loaders": self._loaders_at_end if self._data_fetcher is None else self._state_of_loaders(),
             "stateful": self._states_of_stateful(),
             "loaded_in_epoch": self._last_train_dl_reload_epoch,
-            "sums": self.epoch_loop._results.state(),
+            "sums": self.epoch_loop._results.state(before_batch=self.epoch_loop.is_in_step),
             "metrics": {
                 name: value.detach().cpu()
                 for name, value in self.trainer.callback_metrics.items()
@@ -132,16 +139,19 @@ class ResumingFitLoop(FitLoop):
         batches: Any = self.epoch_loop.batch_progress
         epochs: Any = self.epoch_progress
         forget_validation(self.epoch_loop.val_loop)  # that of an earlier fit
-        if batches.current.ready == batches.current.processed > batches.current.completed:
+        # Lightning counts a batch that on_train_batch_start skips as processed, but neither started nor completed.
+        if batches.current.started == batches.current.processed > batches.current.completed:
             batches.increment_completed()
             self.epoch_loop.finishes_batch = True
         if batches.current.ready > batches.current.processed:
             batches.is_last_batch = False  # this batch is trained on again
         batches.total.reset_on_restart()
-        if batches.current.ready and not batches.is_last_batch and self.epoch_loop.global_step < self.max_steps:
-            # max_steps ended the epoch, and is larger now, so the epoch continues.
+        has_steps = self.max_steps == -1 or self.epoch_loop.global_step < self.max_steps
+        if batches.current.ready and not batches.is_last_batch and has_steps:
+            # The epoch ended early, by max_steps, max_time or should_stop, so it continues.
             for progress in (epochs.total, epochs.current):
                 progress.processed = progress.completed = progress.ready - 1
+            self.restarting = True  # before, Lightning has taken the epoch for a complete one
         if epochs.total.ready > epochs.total.started or epochs.total.started == epochs.total.processed:
             self.epoch_loop.restarting = False
             self._finishes_epoch = epochs.total.processed > epochs.total.completed

@@ -29,7 +29,8 @@ def pipeline(schedule: str) -> None:
     strategy = partial(RPCSequentialStrategy, [2, 2], microbatches=2, schedule=schedule)
     common: dict[str, Any] = {"strategy": strategy, "devices": 2, "max_epochs": 2}
     with tempfile.TemporaryDirectory() as folder:
-        assert_resumable(Path(folder), shuffled(10), [*ENDS, ("on_validation_end", 1)], **common)
+        others = [("on_validation_end", 1), ("on_before_optimizer_step", 5)]
+        assert_resumable(Path(folder), shuffled(10), [*ENDS, *others], **common)
         places = [("on_train_batch_end", 3)]
         assert_resumable(Path(folder), shuffled(14, num_workers=2), places, accumulate_grad_batches=3, **common)
 

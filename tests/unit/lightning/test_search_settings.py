@@ -71,6 +71,11 @@ def test_what_was_found_earlier_is_used_where_it_fits() -> None:
     assert not is_used(microbatches="auto", max_microbatches=3)
 
 
+def test_a_schedule_of_three_processes_is_used_again() -> None:
+    planned = PlannedSchedule("interleaved", 2, [1, 1, 1, 1, 1, 2], 6, interleaved(3, 6))
+    assert fits(planned, 3, [7], None, Settings(schedule="auto"), SearchSettings("auto", 6))
+
+
 def test_a_schedule_of_several_lists_is_used_for_lists_of_the_same_lengths() -> None:
     planned = PlannedSchedule("1f1b", 1, [2, 1, 1, 3], 4, interleaved(2, 4), num_lists=2)
     assert PlannedSchedule.from_state(planned.state()) == planned

@@ -90,12 +90,37 @@ def test_what_was_left_of_a_step_or_an_epoch_is_done(
     assert_resumable(tmp_path, loaders, places, **arguments)
 
 
-def test_a_run_that_max_steps_has_ended_goes_on_in_its_epoch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rest_of_it", [{"max_steps": 12, "max_epochs": -1}, {"max_epochs": 2}], ids=str)
+def test_a_run_that_max_steps_has_ended_goes_on_in_its_epoch(rest_of_it: dict[str, int], tmp_path: Path) -> None:
     whole, _ = fit(shuffled(22), seed=3, max_epochs=2)
     part, trainer = fit(shuffled(22), seed=3, max_steps=4, max_epochs=-1)
     trainer.save_checkpoint(tmp_path / "after.ckpt")
-    rest, _ = fit(shuffled(22), seed=5, checkpoint=tmp_path / "after.ckpt", max_steps=12, max_epochs=-1)
+    rest, _ = fit(shuffled(22), seed=5, checkpoint=tmp_path / "after.ckpt", **rest_of_it)
     assert part.seen + rest.seen == whole.seen
+
+
+class Stops(pl.Callback):
+    """Stops training in the middle of an epoch, as ``max_time`` does."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
+        trainer.should_stop = trainer.global_step == 4
+
+
+def test_a_run_that_stopped_goes_on_in_its_epoch(tmp_path: Path) -> None:
+    whole, _ = fit(shuffled(22), seed=3, max_epochs=1)
+    part, trainer = fit(shuffled(22), seed=3, callbacks=[Stops()])
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    rest, _ = fit(shuffled(22), seed=5, checkpoint=tmp_path / "after.ckpt", max_epochs=1)
+    samples = [[step[:3] for step in model.seen] for model in (part, rest, whole)]  # it validates when it stops
+    assert len(samples[0]) == 4 and samples[0] + samples[1] == samples[2]
+
+
+def test_an_epoch_whose_rest_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def skips(model: pl.LightningModule, batch: Any, batch_idx: int) -> int | None:
+        return -1 if (model.current_epoch, batch_idx) == (0, 3) else None
+
+    monkeypatch.setattr(resume_job.Net, "on_train_batch_start", skips)
+    assert_resumable(tmp_path, shuffled(22), [("on_train_epoch_end", 1), ("on_train_batch_end", 5)])
 
 
 def test_an_exception_in_the_middle_of_a_step(tmp_path: Path) -> None:
