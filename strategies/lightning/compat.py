@@ -283,6 +283,11 @@ def takes_batch_idx(model: LightningModule) -> bool:
     return bool(is_param_in_hook_signature(model.training_step, "batch_idx", min_args=2))
 
 
+def takes_iterator(model: LightningModule) -> bool:
+    """Return whether ``training_step`` of a model takes batches from an iterator itself."""
+    return bool(is_param_in_hook_signature(model.training_step, "dataloader_iter", explicit=True))
+
+
 def transferred(trainer: Trainer, model: LightningModule, batch: Any, device: torch.device) -> Any:
     """Return a training batch in its precision and on a device, after the model's transfer hooks have run."""
     batch = model._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), dataloader_idx=0)

@@ -27,6 +27,7 @@ from strategies.lightning.compat import (
     forward_cache,
     recursive_detach,
     set_forward_cache,
+    takes_iterator,
 )
 from strategies.lightning.features.feature import Feature, MemoryArguments
 from strategies.lightning.features.loss_weights import (
@@ -72,9 +73,15 @@ class StepsPerMicrobatch(Feature):
         return cls(options.loss_weight, options.microbatch_tokens) if options.settings.interleaves else None
 
     def check(self, prepared: Preparation) -> None:
-        """Check that optimization is automatic, and that only one option or method makes the micro-batches."""
+        """Check that optimization is automatic, and how the micro-batches are made."""
         if prepared.is_fitting:
             check_automatic_optimization(prepared.model, prepared.settings.schedule)
+            if takes_iterator(prepared.model):
+                raise MisconfigurationException(
+                    f"schedule={prepared.settings.schedule!r} splits each batch before training_step runs, but "
+                    f"{type(prepared.model).__name__}.training_step(dataloader_iter) takes the batch itself. Use "
+                    "schedule='gpipe', or take the batch as an argument."
+                )
         if self._tokens is not None and hasattr(prepared.model, "split_batch"):
             raise MisconfigurationException(
                 f"microbatch_tokens={self._tokens} and {type(prepared.model).__name__}.split_batch both make the "

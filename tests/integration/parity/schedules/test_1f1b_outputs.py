@@ -189,9 +189,15 @@ class Wrong(Small):
         return {"number": 3, "no loss": {"y": y}, "rows": y.mean(1), "detached": loss.detach()}.get(self.way, loss)
 
 
+class TakesTheBatch(Wrong):
+    def training_step(self, dataloader_iter: Any) -> Any:
+        (x, *_), _, _ = next(dataloader_iter)
+        return self(x).mean()
+
+
 def ways() -> dict[str, str]:
     def wrong(way: str, train: Any = data, **arguments: Any) -> str:
-        class Model(Wrong):
+        class Model(TakesTheBatch if way == "iterator" else Wrong):
             def __init__(self) -> None:
                 super().__init__()
                 self.way = way
@@ -203,8 +209,8 @@ def ways() -> dict[str, str]:
             fit(Model, RPCSequentialStrategy([6], **STRATEGY), 1, train=train, **arguments)
         return f"{type(caught.value).__name__}: {caught.value}"
 
-    kinds = ("twice", "never", "skips", "no_grad", "autocast", "manual from the start", "number", "no loss", "rows")
-    found = {way: wrong(way) for way in (*kinds, "detached", "splits into nothing")}
+    kinds = ("twice", "never", "skips", "no_grad", "autocast", "manual from the start", "iterator", "number", "no loss")
+    found = {way: wrong(way) for way in (*kinds, "rows", "detached", "splits into nothing")}
     ragged = DataLoader([{"x": torch.zeros(4, WIDTH), "y": torch.zeros(3)}], batch_size=None)
     return {**found, "ragged": wrong("", lambda: ragged)}
 
@@ -216,6 +222,7 @@ MESSAGES = {
     "no_grad": "RuntimeError: training_step called the pipelined module under no_grad, .*schedule='gpipe'",
     "autocast": "RuntimeError: training_step called the pipelined module under autocast .*schedule='gpipe'",
     "manual from the start": "MisconfigurationException: .*manual optimization would step .* Use schedule='gpipe'",
+    "iterator": r"MisconfigurationException: .*training_step\(dataloader_iter\) takes the batch .* schedule='gpipe'",
     "number": "MisconfigurationException: .*`training_step` must return a Tensor, a dict, or None",
     "no loss": "MisconfigurationException: .*the 'loss' key needs to be present",
     "rows": r"RuntimeError: training_step returned a loss of shape \[3\]; it must be a single number",
