@@ -831,6 +831,23 @@ def test_a_module_that_contains_the_blocks_comes_before_the_step() -> None:
     assert model.found[0][:2] == [True, False]
 
 
+def test_a_call_of_a_part_of_the_model_tells_the_rows() -> None:
+    model = nn.Sequential(Loop([Block(), Block()], looping))
+    found: list[Any] = []
+
+    def run(value: Any, find_rows: Any, list_number: int) -> Any:
+        found.append(find_rows())
+        return blocks.call(cut(model[0].blocks, [2])[0], value, lambda place, given: None)
+
+    blocks = DeferredBlocks(model[0].blocks, run, "0.blocks", model)
+    blocks.start()
+    try:
+        model[0](ROWS)
+    finally:
+        blocks.end()
+    assert found[0][:2] == [True, False]
+
+
 @pytest.mark.parametrize(
     ("step", "message"),
     [
