@@ -20,14 +20,14 @@ from strategies.lightning.checkpoints import AtomicCheckpointIO
 
 
 class SlowIO(AtomicCheckpointIO):
-    """Writes when training has gone on for two batches, or fails."""
+    """Writes the first checkpoint, of batch 1 or 2, when batch 4 has ended, or fails then."""
 
     def __init__(self, fails: bool = False) -> None:
         self.batches, self.fails = threading.Semaphore(0), fails
         self.went_on: list[bool] = []
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        self.went_on.append(all(self.batches.acquire(timeout=60) for _ in range(2)))
+        self.went_on.append(all(self.batches.acquire(timeout=60) for _ in range(4)))
         if self.fails:
             raise OSError("the disk is full")
         super().save_checkpoint(checkpoint, path, storage_options)
