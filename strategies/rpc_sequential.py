@@ -163,8 +163,8 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
               micro-batches as there are stages.
             * ``"interleaved"``: 1F1B with several chunks of layers per stage. The stages are idle for less time at the
               start and at the end of a batch, but they communicate more.
-            * ``"zb-h1"``: 1F1B in which the weight gradients of linear layers, attention, convolutions and embeddings
-              wait until a stage would be idle.
+            * ``"zb-h1"``: 1F1B in which the weight gradients of linear layers, attention and convolutions wait
+              until a stage would be idle.
             * ``"zbv"``: ``"zb-h1"`` with two chunks per stage; the driver has the first and the last chunk.
             * ``"v-half"``: the chunks of ``"zbv"``, with about half of the activations of 1F1B.
             * ``"auto"``: the fastest of these schedules, or a custom order found by search, for the measured times of

@@ -4,7 +4,8 @@ The preceding stage waits for input gradients. No stage waits for weight gradien
 2023, https://arxiv.org/abs/2401.10241). Within :class:`DelayedWeights`, functions that multiply by a parameter record
 an autograd node that leaves the gradient of the parameter to :class:`WeightGradients`. All other gradients, such as
 those of norms, custom functions, and compiled or recomputed layers, are computed immediately. So any layer may run
-within it.
+within it. The gradient of a weight is also computed immediately if the input of the function requires no gradient,
+such as the tokens of an embedding or a buffer, because a layer may change such a tensor in its next forward pass.
 
     forward     y = linear(x, w, b)       keeps x and w
     backward    grad_x = grad_y · w       and stores (w, b, x, grad_y)
@@ -29,6 +30,7 @@ from strategies.common.torch_compat import (
     is_computed_in_this_pass,
     is_functorch_active,
     top_saved_tensors_hooks,
+    version_of,
 )
 
 
@@ -209,31 +211,56 @@ class WeightGradients:
     """
 
     def __init__(self, *, at_once: bool = False) -> None:
-        self._left: list[tuple[_DelayableCall, Tensor]] = []
+        self._left: list[tuple[_DelayableCall, Tensor, int]] = []
         self._at_once = at_once
 
-    def add(self, call: _DelayableCall, grad: Tensor) -> None:
-        """Leave the gradients of the parameters of a call for :meth:`compute`."""
-        self._left.append((call, grad))
-        if self._at_once:
-            self.compute()
+    def add(self, call: _DelayableCall, grad: Tensor, *, may_change: bool) -> None:
+        """Leave the gradients of the parameters of a call for :meth:`compute`.
+
+        Args:
+            call: The call.
+            grad: The gradient of its output.
+            may_change: Whether the forward pass of a later micro-batch may change the input of the call. The gradients
+                are then computed immediately.
+        """
+        if self._at_once or may_change:
+            _add_gradients(call, grad)
+        else:
+            self._left.append((call, grad, version_of(call.x)))
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that are kept for :meth:`compute`, apart from parameters."""
-        return [tensor for call, grad in self._left for tensor in (call.x, grad)]
+        return [tensor for call, grad, _ in self._left for tensor in (call.x, grad)]
 
-    @torch.no_grad()
     def compute(self) -> None:
-        """Add the gradients to ``.grad`` of the parameters."""
+        """Add the gradients to ``.grad`` of the parameters.
+
+        Raises:
+            RuntimeError: If the input of a call has been changed in place since :meth:`add`.
+        """
         left, self._left = self._left, []
-        for (kind, x, weight, bias, others), grad in left:
-            if weight.requires_grad:
-                if kind.add_weight_grad is not None and _can_add_to(weight.grad, grad, x):
-                    kind.add_weight_grad(weight.grad, grad, x, weight, *others)
-                else:
-                    _add(weight, kind.weight_grad(grad, x, weight, *others))
-            if bias is not None and bias.requires_grad:
-                _add(bias, kind.bias_grad(grad))
+        for call, grad, version in left:
+            if version_of(call.x) != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"the input {list(call.x.shape)} of a layer with a weight {list(call.weight.shape)} is at version "
+                    f"{version_of(call.x)}; expected version {version}. A schedule with split backward passes computes "
+                    "the gradient of the weight after forward passes of later micro-batches. Pass a copy of the tensor "
+                    "to the layer (.clone()), or use schedule='1f1b' or 'interleaved'."
+                )
+            _add_gradients(call, grad)
+
+
+@torch.no_grad()
+def _add_gradients(call: _DelayableCall, grad: Tensor) -> None:
+    kind, x, weight, bias, others = call
+    if weight.requires_grad:
+        if kind.add_weight_grad is not None and _can_add_to(weight.grad, grad, x):
+            kind.add_weight_grad(weight.grad, grad, x, weight, *others)
+        else:
+            _add(weight, kind.weight_grad(grad, x, weight, *others))
+    if bias is not None and bias.requires_grad:
+        _add(bias, kind.bias_grad(grad))
 
 
 def _can_add_to(total: Tensor | None, grad: Tensor, x: Tensor) -> bool:
@@ -254,7 +281,7 @@ def _add(parameter: Tensor, grad: Tensor) -> None:
 
 
 class DelayedWeights(TorchFunctionMode):
-    """Mode in which linear layers, convolutions and embeddings can delay the gradients of their parameters.
+    """Mode in which linear layers, convolutions and embeddings leave the gradients of parameters to ``left``.
 
     Args:
         least_bytes: The minimum size of a weight.
@@ -354,7 +381,8 @@ class _Delayed(torch.autograd.Function):
         grad_x = kind.input_grad(grad, x, used, *others).to(ctx.dtype) if wants_x else None
         hooked = _has_hooks(weight) or (bias is not None and _has_hooks(bias))  # since the forward pass
         if ctx.delays.left is not None and not torch.is_grad_enabled() and not hooked and _accumulates(ctx, weight):
-            ctx.delays.left.add(_DelayableCall(kind, x, weight, bias if wants_bias else None, others), grad)
+            call = _DelayableCall(kind, x, weight, bias if wants_bias else None, others)
+            ctx.delays.left.add(call, grad, may_change=not wants_x)  # such as a buffer that its layer updates
             return grad_x, None, None, None, None, None
         grad_weight = kind.weight_grad(grad, x, used, *others).to(weight.dtype) if wants_weight else None
         grad_bias = kind.bias_grad(grad).to(bias.dtype) if wants_bias else None

@@ -36,8 +36,8 @@ def measured(model: Model, **settings: Any) -> Costs[PlannedLayer, Any]:
 def test_seconds_of_each_part(monkeypatch: pytest.MonkeyPatch) -> None:
     only_sleep_takes_time(monkeypatch)
     unit = 0.1
-    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), Sleep(3 * unit, 6 * unit)), Sleep(5 * unit, 2 * unit)
-    model = Model(*layers, seconds=unit)
+    linear = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]  # the input of the first one requires no gradient
+    model = Model(nn.Sequential(*linear, Sleep(3 * unit, 6 * unit)), Sleep(5 * unit, 2 * unit), seconds=unit)
     expected = [unit * number for number in (3, 6, 6, 5, 2, 2, 8, 4)]
     costs = measured(model)
     first, second = (layer.costs for layer in costs.layers)
@@ -67,7 +67,7 @@ def test_costs_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     only_sleep_takes_time(monkeypatch)
     unit = 0.003
     layer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Sleep(2 * unit, 4 * unit))
-    value = torch.rand(ROWS, WIDTH)
+    value = torch.rand(ROWS, WIDTH, requires_grad=True)
     hidden, parameters = ROWS * WIDTH * FLOAT_BYTES, 2 * (WIDTH * WIDTH + WIDTH) * FLOAT_BYTES
     measure = ByAction(budget_seconds=0.001)
     (found,) = (each.costs for each in measure.layers(nn.Sequential(layer), value, Example(layer, value), CPU))

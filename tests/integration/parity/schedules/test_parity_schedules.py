@@ -163,6 +163,37 @@ def test_recomputation(half: int) -> None:
     run(check, AroundCheckpointed, half, ("always", "except_last"), (3,), timeout_seconds=150)
 
 
+class Updates(nn.Module):
+    """A linear layer and an embedding of buffers that each forward pass updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.table = nn.Linear(WIDTH, WIDTH), nn.Embedding(9, WIDTH)
+        self.register_buffer("memory", torch.ones(1, WIDTH))
+        self.register_buffer("step", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.memory.mul_(0.9)
+        self.step.add_(1).remainder_(9)
+        return torch.tanh(x + self.linear(self.memory) + self.table(self.step))
+
+
+class Updating(Small):
+    """Changes the inputs of layers of the last stage before their weight gradients are due."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequential_module.insert(5, Updates())
+
+
+def check_buffers() -> None:
+    compare(trained(Updating, 2, {"schedule": "zb-h1"}), reference(Updating))
+
+
+def test_buffers_that_layers_update() -> None:
+    run(check_buffers)
+
+
 class Tied(Small):
     """The last layer uses the weight of the first one, and the code before the call that of the second."""
 
