@@ -131,7 +131,10 @@ class _DelayableCall(NamedTuple):
 
 
 def _linear(input: Any, weight: Any, bias: Any = None) -> _DelayableCall | None:
-    return _DelayableCall(_LINEAR, input, weight, bias) if isinstance(weight, Tensor) and weight.dim() == 2 else None
+    if not isinstance(weight, Tensor) or weight.dim() != 2:
+        return None
+    is_broadcast = isinstance(bias, Tensor) and bias.shape != weight.shape[:1]
+    return None if is_broadcast else _DelayableCall(_LINEAR, input, weight, bias)
 
 
 def _addmm(

@@ -95,6 +95,13 @@ def test_a_linear_function_with_one_output_does_not_wait() -> None:
     check(Queried(), torch.randn(2, 5, 4), 0)
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 4)])
+def test_a_linear_function_whose_bias_is_broadcast_does_not_wait(shape: tuple[int, ...]) -> None:
+    layer = nn.Linear(4, 4)
+    layer.bias = nn.Parameter(torch.randn(shape))
+    check(layer, torch.randn(2, 4), 0)
+
+
 def test_attention_uses_functions_that_the_user_has_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those that are replaced after the import, and is left alone if a tensor has its own rules."""
     layer, x, calls = Attention(), torch.randn(2, 5, 4), list[Tensor]()
