@@ -94,6 +94,18 @@ def number_of_storage(storage: torch.UntypedStorage) -> int:
     return storage._cdata
 
 
+def as_subclass(tensor: Tensor, kind: type[Tensor]) -> Tensor:
+    """Return a tensor as a subclass that shares its values; detached if it is sparse, which ``as_subclass`` refuses."""
+    if tensor.layout is torch.strided:
+        return cast(Tensor, tensor.as_subclass(kind))
+    return Tensor._make_subclass(kind, tensor)
+
+
+def values_of_sparse(tensor: Tensor) -> Tensor:
+    """Return the values of a sparse COO tensor, which need not be coalesced."""
+    return tensor._values()
+
+
 def fake_tensors() -> Any:
     """Return a context in which new tensors, such as those that ``torch.load`` returns, have no memory."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # 0.3 s of imports, which no worker needs

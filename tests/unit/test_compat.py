@@ -47,6 +47,8 @@ _IN_TORCH_COMPAT = {
     "torch.nn.Module._compiled_call_impl": "take over calls of blocks; warn that compile() is lost",
     "torch.nn.Module._call_impl": "run a block whose calls are taken over",
     "torch.Tensor._make_wrapper_subclass": "make a placeholder for the output of a block that has not run",
+    "torch.Tensor._make_subclass": "make a fetched sparse gradient read-only",
+    "torch.Tensor._values": "tell whether two sparse tensors share their values",
     "torch.nn.Module._apply": "move a copy of the model whose layers are on workers",
     "torch.distributed._composable.contract.REGISTRY_KEY": "make a model whole again after ZeRO stage 3",
     "torch.distributed._composable.contract.STATE_KEY": "make a model whole again after ZeRO stage 3",

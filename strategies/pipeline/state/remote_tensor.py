@@ -23,7 +23,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from strategies.common.torch_compat import storage_key, tree_map, tree_map_only, without_torch_function
+from strategies.common.torch_compat import (
+    as_subclass,
+    storage_key,
+    tree_map,
+    tree_map_only,
+    values_of_sparse,
+    without_torch_function,
+)
 from strategies.common.trees import tensors_in
 from strategies.optim.calls import runs_own_code
 from strategies.optim.gradients import add_gradient
@@ -280,7 +287,7 @@ class FetchedTensor(_Remote, Tensor):
                 f"{self.relay_name} of {self.relay_stage.description} was read before that stage ran another command, "
                 "and may be out of date. Read it again, or keep a copy: .clone()."
             )
-        return self.as_subclass(Tensor)
+        return as_subclass(self, Tensor)
 
     def _tracked(self) -> Tensor:
         return self._value()
@@ -408,7 +415,7 @@ def _note_use(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
 
 
 def _fetched(value: Tensor, name: str, stage: RemoteStage, advice: str) -> FetchedTensor:
-    fetched = value.as_subclass(FetchedTensor)
+    fetched = cast(FetchedTensor, as_subclass(value, FetchedTensor))
     fetched.relay_name, fetched.relay_stage, fetched.relay_version = name, stage, stage.version
     vars(fetched)["relay_advice"] = advice
     return fetched
@@ -421,9 +428,9 @@ def _empty(remote: _Remote) -> Tensor:
 
 
 def _storage(tensor: Any) -> int | None:
-    """Return a key that tensors have in common if they share memory; ``None`` for sparse tensors."""
+    """Return a key that tensors have in common if they share memory; ``None`` if it is unknown."""
     try:
-        return storage_key(tensor)
+        return storage_key(values_of_sparse(tensor) if tensor.layout is torch.sparse_coo else tensor)
     except (NotImplementedError, RuntimeError):
         return None
 

@@ -19,7 +19,7 @@ from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.utilities import grad_norm
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch import Tensor
+from torch import Tensor, nn
 
 from strategies import RPCSequentialStrategy
 
@@ -128,6 +128,35 @@ class Keeping(Small):
             add(f"{name}.numpy", parameter.detach().cpu().numpy(), self.global_step)
 
 
+class Sparse(Small):
+    """Logs the sparse gradient of its first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequential_module[0] = nn.Embedding(WIDTH, WIDTH, sparse=True)
+        self.read: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.sequential_module(x.argmax(1))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        grad = self.sequential_module[0].weight.grad
+        self.read.append((grad.is_sparse, grad.to_dense(), grad_norm(self, 2)))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def sparse_read(make: Make) -> Any:
+    model = Sparse()
+    make(max_epochs=1).fit(model, batches())
+    return model.read
+
+
+def all_sparse() -> list[Any]:
+    return everywhere(sparse_read, stages=[2])
+
+
 def histogram(tensor: Tensor) -> Any:
     """What ``wandb.watch`` logs of a tensor: the operations of its ``log_tensor_stats`` (wandb 0.31)."""
     flat = tensor.detach().clone().reshape(-1)
@@ -203,7 +232,7 @@ def all_shown() -> list[dict[str, Any]]:
 
 
 def everything() -> list[Any]:
-    return [all_read(), all_shown(), everywhere(watched, stages=[2]), all_refused()]
+    return [all_read(), all_shown(), everywhere(watched, stages=[2]), all_refused(), all_sparse()]
 
 
 @pytest.fixture(scope="module")
@@ -218,6 +247,12 @@ def test_hooks_that_read_parameters_and_gradients(found: Any) -> None:
     assert single["values"]["norms 0"]["grad_2.0_norm_total"] > 0
     for what in ("public", "values", "metrics"):
         alike(pipeline[what], single[what])
+
+
+def test_sparse_gradients(found: Any) -> None:
+    single, pipeline = found[4]
+    assert all(is_sparse for is_sparse, *_ in single)
+    alike(pipeline, single)
 
 
 def test_parameters_watched_by_weights_and_biases(found: Any) -> None:

@@ -235,6 +235,38 @@ def test_a_gradient_cannot_be_changed_here(stage: Stage, name: str) -> None:
         grad.numpy()[0] = 1.0
 
 
+SPARSE_READS: list[Callable[[Any], Any]] = [
+    lambda grad: (grad.is_sparse, grad.is_coalesced(), grad.layout, grad.shape),
+    lambda grad: grad.to_dense(),
+    lambda grad: grad.data.norm(2).item(),
+    lambda grad: grad.coalesce().values(),
+    lambda grad: grad.clone().mul_(2).to_dense(),
+    lambda grad: copy.deepcopy(grad).to_dense(),
+    lambda grad: torch.ones(3, 2) + grad,
+]
+
+
+def test_a_sparse_gradient(stage: Stage) -> None:
+    """Such as that of ``nn.Embedding(sparse=True)``."""
+    grad = torch.sparse_coo_tensor([[1, 1]], torch.ones(2, 2, dtype=torch.float64), (3, 2), check_invariants=True)
+    stage.layers[0].weight.grad = grad
+    fetched = stage.stand_ins()[0].weight.grad
+    assert type(fetched) is FetchedTensor
+    for read in SPARSE_READS:
+        assert str(read(fetched)) == str(read(grad))
+    changes: list[Callable[[Any], Any]] = [
+        lambda grad: grad.mul_(0.5),
+        lambda grad: grad.data.mul_(0.5),
+        lambda grad: grad.detach()._values().mul_(0.5),
+    ]
+    for change in changes:
+        with pytest.raises(RuntimeError, match=r"`mul_` on the gradient of parameter 0\.weight "):
+            change(fetched)
+    stage.version += 1
+    with pytest.raises(RuntimeError, match="was read before that stage ran another command"):
+        fetched.to_dense()
+
+
 USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "linear": lambda x, weight: nn.functional.linear(x, weight),
     "view": lambda x, weight: x @ weight.t()[:, 1:].view(2, 2),
