@@ -38,12 +38,15 @@ from torch.distributed import ProcessGroup, Work
 
 from strategies.common.errors import PeerFailed, PeerSilent
 from strategies.common.torch_compat import (
+    TreeSpec,
     cpu_backend,
     profiler_is_on,
     record_functions,
     timeout_of,
+    tree_flatten,
     tree_leaves,
     tree_map,
+    tree_unflatten,
 )
 from strategies.common.trees import TensorLayout, layouts
 from strategies.common.waiting import Wait, wait_here
@@ -197,12 +200,14 @@ class Layout:
     """A layout, and the offsets of its tensors in the message of the header.
 
     Args:
-        tree: A value with a :class:`TensorLayout` in place of each tensor.
+        tree: A value, or the list of its leaves, with a :class:`TensorLayout` in place of each tensor.
+        spec: The structure of the value if ``tree`` is the list of its leaves, otherwise ``None``. Only a structure of
+            tuples, lists and dicts can hold layouts: a ``PackedSequence``, for example, can only hold tensors.
         small_bytes: Maximum size of all tensors that are in the message of the header.
     """
 
-    def __init__(self, tree: Any, small_bytes: int) -> None:
-        self.tree = tree
+    def __init__(self, tree: Any, spec: TreeSpec | None, small_bytes: int) -> None:
+        self._tree, self._spec = tree, spec
         self.tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, TensorLayout)]
         self._sizes = [math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in self.tensors]
         self._starts, end = _places(self._sizes)
@@ -228,7 +233,8 @@ class Layout:
     def filled(self, tensors: Iterable[Tensor]) -> Any:
         """Return a value of this layout that consists of these tensors."""
         ahead = iter(tensors)
-        return filled(self.tree, TensorLayout, lambda _: next(ahead))
+        value = filled(self._tree, TensorLayout, lambda _: next(ahead))
+        return value if self._spec is None else tree_unflatten(value, self._spec)
 
 
 class _Buffer:
@@ -415,6 +421,7 @@ class Sender:
         """Return the layout of a value, the tensors, and the pickled layout if the receiver lacks it."""
         tensors: list[Tensor] = []
         key: Any
+        spec = None
 
         def describe(tensor: Tensor) -> tuple[torch.Size, torch.dtype, bool]:
             tensors.append(tensor)
@@ -423,8 +430,9 @@ class Sender:
         try:
             key = structure_of(value, describe)
         except Unusual:
-            tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-            key = _pickled(layouts(value))
+            value, spec = tree_flatten(value)
+            tensors = [leaf for leaf in value if isinstance(leaf, Tensor)]
+            key = _pickled((layouts(value), spec))
         known = self._known.get(key)
         if known is not None:
             return known, tensors, b""
@@ -432,8 +440,8 @@ class Sender:
             self._known.clear()  # the receiver overwrites its layouts when new layouts arrive
             self._free_bytes = 0
         tree = layouts(value)
-        known = self._known[key] = _Numbered(len(self._known), Layout(tree, self.small_bytes), [])
-        return known, tensors, cloudpickle.dumps(tree)
+        known = self._known[key] = _Numbered(len(self._known), Layout(tree, spec, self.small_bytes), [])
+        return known, tensors, cloudpickle.dumps((tree, spec))
 
 
 def as_message(description: bytes) -> Tensor:
@@ -600,7 +608,8 @@ class Receiver:
     def _receive_layout(self, number: int, size_bytes: int) -> None:
         description = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
         self._post_other(description).wait(self._timeout)
-        self._layouts[number] = Layout(pickle.loads(description.numpy().tobytes()), self.small_bytes)
+        tree, spec = pickle.loads(description.numpy().tobytes())
+        self._layouts[number] = Layout(tree, spec, self.small_bytes)
 
     def _arrived(self, layout: Layout) -> list[Tensor]:
         """Copy the tensors out of the message with the current header."""

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 from harness import run
-from parity import WIDTH, Small, batches, check
+from parity import WIDTH, Small, batches, check, on_cpus
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader
 
 from strategies.pipeline import Namespace, NoChunk, pop, skippable, stash
@@ -156,3 +157,36 @@ def rows() -> None:
 @pytest.mark.slow
 def test_both_schedules_with_skips_shared_tensors_and_objects() -> None:
     run(rows, timeout_seconds=400)
+
+
+# Packed sequences
+
+
+class Packs(nn.Linear):
+    """Returns a sequence of one to three vectors for each row."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor) -> PackedSequence:
+        padded, lengths = super().forward(x).view(len(x), 3, WIDTH), 1 + x.argmax(1) % 3
+        return pack_padded_sequence(padded, lengths, batch_first=True, enforce_sorted=False)
+
+
+class Unpacks(nn.LSTM):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 2)
+
+    def forward(self, packed: PackedSequence) -> Tensor:
+        padded, _ = pad_packed_sequence(super().forward(packed)[0], batch_first=True)
+        return padded.sum(1)
+
+
+def packed() -> None:
+    for schedule in ("gpipe", "zb-h1"):
+        check(lambda: Once([Packs(), Unpacks()]), train=data, stages=[2], strategy={"schedule": schedule})
+
+
+@on_cpus  # a PackedSequence has tensors that must not be on a GPU
+def test_packed_sequences_between_stages() -> None:
+    run(packed)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed import ProcessGroup
+from torch.nn.utils.rnn import pack_sequence
 
 from strategies.common.errors import PeerFailed, PeerSilent, is_consequence
 from strategies.common.torch_compat import tree_leaves
@@ -66,6 +67,7 @@ VALUES: dict[str, Any] = {
     "empty": (torch.empty(0, 3), torch.ones(1)),
     "no tensor": ("word", None),
     "a named tuple": Pair(torch.ones(2), torch.zeros(1)),
+    "a sequence that holds only tensors": (pack_sequence([torch.ones(3, 2), torch.zeros(2, 2)]), {("a", None): 1}),
 }
 
 
