@@ -33,7 +33,7 @@ class ResumableResults(ResultCollection):
                 "arguments": {name: getattr(metric.meta, name) for name in _ARGUMENTS}
                 | {"reduce_fx": metric.meta.reduce_fx.__name__},
                 "sync": {"_should": metric.meta.sync.should, "rank_zero_only": metric.meta.sync.rank_zero_only},
-                "values": values,
+                "values": {name: value.cpu() for name, value in values.items()},
             }
             for key, metric in self.items()
             if _is_summed(metric) and (values := earlier.get(key, _values(metric))) is not None
@@ -84,4 +84,4 @@ def _values(metric: ResultMetric) -> dict[str, Any] | None:
     """Return a copy of the sums of a metric; ``None`` if nothing has been logged since its last reset."""
     if metric.has_reset:
         return None
-    return {name: getattr(metric, name).detach().to("cpu", copy=True) for name in metric_defaults(metric)}
+    return {name: getattr(metric, name).detach().clone() for name in metric_defaults(metric)}
