@@ -9,9 +9,11 @@ ecosystem relies on them: ``Module._parameters``, ``Module._buffers`` and ``Modu
 """
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from inspect import currentframe
 from operator import attrgetter
 from typing import Any, cast
 
@@ -195,6 +197,49 @@ def state_dict_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]
 def set_state_dict_hooks(module: nn.Module, hooks: Any, pre_hooks: Any) -> None:
     """Replace what :func:`state_dict_hooks` returns."""
     module._state_dict_hooks, module._load_state_dict_pre_hooks = hooks, pre_hooks
+
+
+_METADATA = "_metadata"
+
+
+def metadata_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a state dict says about each module, such as its version, by the name of the module."""
+    metadata: dict[str, Any] = getattr(state, _METADATA, {})
+    return metadata
+
+
+def with_metadata(entries: Mapping[str, Any], metadata: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """Return a state dict of the entries for which :func:`metadata_of` returns ``metadata``."""
+    state = OrderedDict(entries)
+    setattr(state, _METADATA, OrderedDict(metadata))
+    return state
+
+
+def metadata_being_loaded(prefix: str) -> dict[str, Any]:
+    """Return the metadata of the state dict that the innermost ``load_state_dict`` on this thread loads into a module.
+
+    A load pre-hook and ``_load_from_state_dict`` of a module do not get the metadata of its children: only a frame on
+    the stack has them. The key ``assign_to_params_buffers`` is left out, because it says how this process loads the
+    state dict, or has loaded it before.
+
+    Args:
+        prefix: The start of the names of the module's entries, as the pre-hook gets it.
+
+    Returns:
+        The metadata of the module, whose name is "", and of its children.
+    """
+    frame = currentframe()
+    while frame is not None:
+        if (frame.f_code.co_filename, frame.f_code.co_name) == (nn.modules.module.__file__, "load_state_dict"):
+            return {
+                f"{name}."[len(prefix) :].removesuffix("."): {
+                    key: value for key, value in own.items() if key != "assign_to_params_buffers"
+                }
+                for name, own in metadata_of(frame.f_locals["state_dict"]).items()
+                if f"{name}.".startswith(prefix)
+            }
+        frame = frame.f_back
+    return {}
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:

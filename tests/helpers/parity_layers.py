@@ -1,5 +1,7 @@
 """Layers that tell on the loop: in which mode they ran, or that there was too much. Workers import this: torch only."""
 
+from typing import Any
+
 import torch
 from procfs import own_memory_bytes
 from torch import Tensor, nn
@@ -94,3 +96,18 @@ class NotesMemory(nn.Module):
 
     def set_extra_state(self, state: int) -> None:
         self.noted = state
+
+
+class Migrates(nn.Linear):
+    """Before its second version, its weight was transposed, and called ``matrix``."""
+
+    _version = 2
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
+        if local_metadata.get("version", 1) < 2:
+            name = prefix + ("matrix" if f"{prefix}matrix" in state_dict else "weight")
+            state_dict[f"{prefix}weight"] = state_dict.pop(name).t()
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)

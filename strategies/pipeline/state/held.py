@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from strategies.common.random_seeds import ProcessRandomState
-from strategies.common.stage_layers import StageLayers
+from strategies.common.stage_layers import StageLayers, layer_of
 from strategies.common.torch_compat import EXTRA_STATE_KEY_SUFFIX, tree_map_only
 from strategies.optim.restricted import load_states, parameters_of, part_of, taken_apart
 from strategies.pipeline.construction.stored import Stored
@@ -92,7 +92,7 @@ class HeldState:
         """
         kind, number = part
         if kind is PartKind.STATE_DICT:
-            self.modules[number].load_state_dict(content, strict=False)
+            _load(self.modules[number], content)
         elif kind is PartKind.TENSORS:
             self._place_buffers(self.modules[number], content)
         elif kind is PartKind.ATTRIBUTES:
@@ -137,3 +137,14 @@ class HeldState:
         for name, buffer in buffers.items():
             path, _, own = name.rpartition(".")
             layers.get_submodule(path)._buffers[own] = buffer.to(self._device)
+
+
+def _load(layers: StageLayers, state: Mapping[str, Any]) -> None:
+    """Load a state dict into the layers that it has entries of.
+
+    The state dict of one of several lists lacks the entries that the other lists' layers may read when they are loaded.
+    """
+    loaded = StageLayers()
+    names = {layer_of(name, layers._modules) for name in state}
+    loaded._modules.update({name: layer for name, layer in layers._modules.items() if name in names})
+    loaded.load_state_dict(state, strict=False)

@@ -10,7 +10,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from strategies.common.stage_layers import StageLayers, layer_of
-from strategies.common.torch_compat import set_state_dict_hooks, state_dict_hooks
+from strategies.common.torch_compat import (
+    metadata_being_loaded,
+    set_state_dict_hooks,
+    state_dict_hooks,
+    with_metadata,
+)
 from strategies.common.trees import on_cpu
 from strategies.pipeline.control.client import RemoteStage
 from strategies.pipeline.control.commands import StageCommands
@@ -158,7 +163,10 @@ class StateOfStages:
         return dict(shelved_tensors(part) if self._reads_late else part.values())
 
     def _scatter(self, module: nn.Module, state: dict[str, Any], prefix: str, *strictness_and_errors: Any) -> None:
-        """Send each worker its part of the state dict that is being loaded."""
+        """Send each worker its part of the state dict that is being loaded, which its layers may be about to migrate.
+
+        So the part has all entries under the names of the layers, and the versions of the modules that wrote them.
+        """
         if not self._scatters:
             return
         self._carry()
@@ -167,17 +175,20 @@ class StateOfStages:
         for name, parameter in named.items():  # as in one process, the last value of a tied parameter counts
             if prefix + name in state:
                 state[prefix + name] = state[prefix + last[parameter]]
+        start = self._start
+        keys = {start + key[len(prefix) :]: key for key in state if key.startswith(prefix)}
+        metadata = {(start + name).removesuffix("."): own for name, own in metadata_being_loaded(prefix).items()}
         for layers, remote in zip(self._stages, self._remotes, strict=True):
             if remote is None:
                 continue
-            entries, start = layers.state_dict(), self._start
-            keys = {name: prefix + name[len(start) :] for name in entries if name.startswith(start)}
-            own = {name: entries[name] for name, key in keys.items() if key in state}
-            given = on_cpu({name: state[keys[name]] for name in own})
+            own = {name: key for name, key in keys.items() if layer_of(name, layers._modules) is not None}
+            given = with_metadata(on_cpu({name: state[key] for name, key in own.items()}), metadata)
             remote.ask(StageCommands.place, Part(PartKind.STATE_DICT, self._number), given).wait()
-            for name, here in own.items():
-                if isinstance(here, Tensor) and here.is_meta:
-                    state[keys[name]] = state[keys[name]].to("meta")
+            entries = layers.state_dict()
+            for name, key in own.items():
+                has_stand_in = name not in entries or getattr(entries[name], "is_meta", False)
+                if isinstance(state[key], Tensor) and has_stand_in:  # layers may give another entry to a parameter
+                    state[key] = state[key].to("meta")
 
 
 def _names(layers: nn.Sequential, start: str) -> list[str]:

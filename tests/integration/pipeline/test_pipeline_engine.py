@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from harness import run
+from parity_layers import Migrates
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -231,6 +232,24 @@ def assigned_buffers() -> None:
 
 def test_assigned_buffers() -> None:
     run(assigned_buffers)
+
+
+def states_of_two_versions() -> None:
+    """Into the module and into a model that contains it: a state of the old version, then one of the new version."""
+    with three_stages([Migrates(3) for _ in range(4)]) as (module, plain, _):
+        for ours, expected in ((module, plain), (nn.Sequential(module), nn.Sequential(plain))):
+            new = expected.state_dict()
+            old = {name.replace("weight", "matrix"): torch.randn_like(value) for name, value in new.items()}
+            for given in (old, new):
+                for each in (ours, expected):
+                    each.load_state_dict(given)
+                got, wanted = ours.state_dict(), expected.state_dict()
+                assert got._metadata == wanted._metadata
+                assert list(got) == list(wanted) and all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+def test_layers_migrate_an_old_state_once_and_a_new_one_never() -> None:
+    run(states_of_two_versions)
 
 
 def within_a_checkpoint() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from parity_layers import Migrates
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -20,6 +21,7 @@ from strategies.pipeline.schedule.program import ranks_of
 from strategies.pipeline.schedule.tables import loop
 from strategies.pipeline.stage.edges import Edges
 from strategies.pipeline.state.carriers import InSlot
+from strategies.pipeline.state.held import HeldState
 from strategies.pipeline.state.stage_state import StageState
 from strategies.pipeline.transport.interface import HostTransport
 from strategies.pipeline.transport.slots import Slot, have_slots
@@ -136,3 +138,11 @@ def test_an_object_that_cannot_be_pickled_is_named(groups: tuple[ProcessGroup, P
     with pytest.raises(ValueError, match=r"no snapshot can be taken of stage 0 .* layer 1, a Noted, cannot be sent"):
         stage.snapshot(1, slot.address)
     assert slot.number is None
+
+
+def test_a_state_dict_of_some_layers_is_loaded_into_these_only() -> None:
+    layers = nn.Sequential(Migrates(3), Migrates(3))
+    (own,) = cut(layers, [2])
+    matrix = torch.randn(3, 3)
+    HeldState(StageState(own), [], CPU).place(Part(PartKind.STATE_DICT), {"1.matrix": matrix})
+    assert torch.equal(layers[1].weight, matrix.t())
