@@ -2,7 +2,6 @@
 
 import random
 import weakref
-from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -15,7 +14,14 @@ from torch.optim import Optimizer
 from strategies.commands.host import Host
 from strategies.common.activity import Activity
 from strategies.common.random_seeds import preserved_random_state
-from strategies.common.torch_compat import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from strategies.common.torch_compat import (
+    metadata_of,
+    tree_flatten,
+    tree_leaves,
+    tree_map_only,
+    tree_unflatten,
+    with_metadata,
+)
 from strategies.common.trees import tensors_in
 from strategies.optim.calls import hyperparameters, set_hyperparameters
 from strategies.remote.commands import ModuleCommands
@@ -122,11 +128,12 @@ class HostedModule(ModuleCommands):
         return [(name, _copy(buffer)) for name, buffer in self.module.named_buffers()]
 
     def state_dict(self) -> dict[str, Any]:
-        return tree_map_only(Tensor, _copy, dict(self.module.state_dict()))
+        state = self.module.state_dict()
+        return with_metadata(tree_map_only(Tensor, _copy, dict(state)), metadata_of(state))
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[list[str], list[str], list[str]]:
         try:
-            keys = self.module.load_state_dict(OrderedDict(state), strict=False)
+            keys = self.module.load_state_dict(state, strict=False)
         except RuntimeError as error:  # the shapes differ
             return [], [], [str(error)]
         return keys.missing_keys, keys.unexpected_keys, []

@@ -24,11 +24,14 @@ from strategies.common.names import did_you_mean
 from strategies.common.torch_compat import (
     RemoteDevice,
     in_distributed_autograd,
+    metadata_being_loaded,
+    metadata_of,
     rpc_is_initialized,
     rpc_workers,
     tree_flatten,
     tree_map_only,
     tree_unflatten,
+    with_metadata,
 )
 from strategies.remote.client import ModuleClient
 from strategies.remote.commands import ModuleCommands
@@ -357,8 +360,10 @@ class RemoteModule(nn.Module):
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        destination.update(
-            {prefix + name: value for name, value in self._client.call(ModuleCommands.state_dict).items()}
+        state = self._client.call(ModuleCommands.state_dict)
+        destination.update({prefix + name: value for name, value in state.items()})
+        metadata_of(destination).update(
+            {(prefix + name).removesuffix("."): own for name, own in metadata_of(state).items()}
         )
 
     def _load_from_state_dict(
@@ -371,7 +376,10 @@ class RemoteModule(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        own = {name[len(prefix) :]: value for name, value in state_dict.items() if name.startswith(prefix)}
+        own = with_metadata(
+            {name[len(prefix) :]: value for name, value in state_dict.items() if name.startswith(prefix)},
+            metadata_being_loaded(prefix),
+        )
         missing, unexpected, errors = self._client.call(ModuleCommands.load_state_dict, own)
         missing_keys += [prefix + name for name in missing]
         unexpected_keys += [prefix + name for name in unexpected]

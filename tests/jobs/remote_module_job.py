@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed.autograd as dist_autograd
+from parity_layers import Migrates
 from torch import Tensor, nn
 from torch.distributed import rpc
 from torch.futures import Future
@@ -414,6 +415,28 @@ def saved(Remote: Any) -> dict[str, Any]:
     return {"one": one.state_dict(), "there": dict(there.state_dict()), "lr": second.param_groups[0]["lr"]}
 
 
+def versioned() -> nn.Module:
+    """Two layers that were saved in another way by earlier versions of their classes."""
+    return nn.Sequential(Migrates(2), nn.BatchNorm1d(2))
+
+
+def migrated(inner: nn.Module) -> dict[str, Any]:
+    """Loads a state without versions, and what was saved after that; then one which lacks an entry of its version."""
+    net, generator = nn.Sequential(inner), torch.Generator().manual_seed(0)
+    net.load_state_dict(
+        {
+            "0.0.matrix": torch.rand(2, 2, generator=generator),
+            "0.0.bias": torch.zeros(2),
+            **{f"0.1.{name}": torch.rand(2) for name in ("weight", "bias", "running_mean", "running_var")},
+        }
+    )
+    state = net.state_dict()
+    net.load_state_dict(state)
+    weight, metadata = net.state_dict()["0.0.weight"], dict(state._metadata)
+    del state["0.1.num_batches_tracked"]
+    return {"weight": weight, "metadata": metadata, "incomplete": attempt(lambda: net.load_state_dict(state))[1]}
+
+
 def program(rank: int, num_processes: int, file: str) -> None:
     Remote = strategies.RemoteModule
     seen: dict[str, Any] = {"no RPC": attempt(lambda: Remote("owner", nn.Linear, args=(1, 1)))}
@@ -423,6 +446,7 @@ def program(rank: int, num_processes: int, file: str) -> None:
             for name, (cls, options) in OPTIMIZERS.items():
                 seen[name] = both_ways(Remote("owner/cpu", Net), cls, **options)
             seen |= {"mistakes": mistakes(Remote), "graphs": graphs(Remote), "saved": saved(Remote)}
+            seen["migrated"] = migrated(Remote("owner", versioned))
             linear = Remote("owner", nn.Linear, args=(1, 1))
             seen |= {**others(Remote), "two callers": two_callers(Remote), "like torch's": like_torchs(Remote)}
             tree = [psutil.Process(), *psutil.Process().parent().children()]

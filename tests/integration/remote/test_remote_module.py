@@ -51,6 +51,12 @@ def test_optimizer_states_go_on_elsewhere(seen: dict[str, Any]) -> None:
     assert seen["saved"]["lr"] == 0.1
 
 
+def test_layers_load_the_states_of_each_version_as_in_one_process(seen: dict[str, Any]) -> None:
+    expected, actual = remote_module_job.migrated(remote_module_job.versioned()), seen["migrated"]
+    assert torch.equal(actual.pop("weight"), expected.pop("weight"))
+    assert actual == expected
+
+
 def test_two_callers_train_as_one_on_the_mean_of_their_losses(seen: dict[str, Any]) -> None:
     callers, model = seen["two callers"], torch.nn.Linear(2, 1)
     model.load_state_dict(callers["start"])
