@@ -3,7 +3,7 @@
 :class:`~strategies.remote.client.ModuleClient` sends them; :class:`~strategies.remote.host.HostedModule` implements
 them. Tensors in arguments and results are on the CPU. Commands of a training step:
 
-    forward(args, kwargs, wanted, grad)   the owner calls the module, keeps the graph, and returns outputs and a number
+    forward(args, kwargs, wanted, ...)    the owner calls the module, keeps the graph, and returns outputs and a number
     backward(number, grads)               the owner runs the backward pass of that graph, adds to ``.grad`` of the
                                           parameters, and returns the gradients of the inputs
     step(optimizer, values)               the owner steps an optimizer with the hyperparameters of the caller
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from strategies.commands.declaration import command
+from strategies.pipeline.stage.layers import PassContext
 
 
 class ModuleCommands(Protocol):
@@ -47,7 +48,7 @@ class ModuleCommands(Protocol):
 
     @command(doing="forward")
     def forward(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: list[bool], grad: bool
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: list[bool], grad: bool, context: PassContext
     ) -> tuple[Any, list[bool], int | None]:
         """Call the module.
 
@@ -56,6 +57,7 @@ class ModuleCommands(Protocol):
             kwargs: Keyword arguments.
             wanted: For each leaf of all arguments, whether the caller needs its gradient.
             grad: Whether a backward pass may follow.
+            context: The caller's settings, of which autocast and inference mode apply.
 
         Returns:
             The output; for each of its tensors whether it has a gradient; and the number for :meth:`backward`, or

@@ -3,6 +3,8 @@
 import random
 import weakref
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import cloudpickle
@@ -24,6 +26,7 @@ from strategies.common.torch_compat import (
 )
 from strategies.common.trees import tensors_in
 from strategies.optim.calls import hyperparameters, set_hyperparameters
+from strategies.pipeline.stage.layers import PassContext
 from strategies.remote.commands import ModuleCommands
 
 
@@ -74,12 +77,12 @@ class HostedModule(ModuleCommands):
         return state, cloudpickle.dumps(function) != before
 
     def forward(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: list[bool], grad: bool
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: list[bool], grad: bool, context: PassContext
     ) -> tuple[Any, list[bool], int | None]:
         leaves, spec = tree_flatten((args, kwargs))
         leaves = [leaf.to(self._device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         inputs = [leaf.requires_grad_() for leaf, flag in zip(leaves, wanted, strict=True) if flag]
-        with torch.set_grad_enabled(grad):
+        with _entered(context, grad):
             # The module could not change an autograd leaf in place.
             passed = [leaf.clone() if flag else leaf for leaf, flag in zip(leaves, wanted, strict=True)]
             args, kwargs = tree_unflatten(passed, spec)
@@ -94,10 +97,11 @@ class HostedModule(ModuleCommands):
         self._graphs[self._num_calls] = inputs, [tensor for tensor in tensors if tensor.requires_grad]
         return sent, flags, self._num_calls
 
-    def call_recorded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_recorded(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, context: PassContext) -> Any:
         """Call the module and leave its backward pass to distributed autograd. RPC calls this directly."""
         args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(self._device), (args, kwargs))
-        output = self.module(*args, **kwargs)
+        with _entered(context, grad):
+            output = self.module(*args, **kwargs)
         return tree_map_only(Tensor, lambda tensor: tensor.cpu(), output)
 
     def forget(self, number: int) -> None:
@@ -218,9 +222,9 @@ def parameters_of(host: Any, recurse: bool) -> list[Any]:
     return [rpc.RRef(parameter) for parameter in module_of(host).parameters(recurse)]
 
 
-def call_module(host: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_module(host: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, context: PassContext) -> Any:
     """Call the module within the caller's distributed autograd context, on the RPC thread for this context."""
-    return host.local_value().hosted.call_recorded(args, kwargs)
+    return host.local_value().hosted.call_recorded(args, kwargs, grad, context)
 
 
 def refuse_hidden_tensors(leaves: Iterable[Any]) -> None:
@@ -236,6 +240,14 @@ def refuse_hidden_tensors(leaves: Iterable[Any]) -> None:
                 "tensors with gradients go to and from a remote module in tuples, lists and dicts, got a "
                 f"{type(leaf).__name__} that holds one"
             )
+
+
+def _entered(context: PassContext, grad: bool) -> AbstractContextManager[None]:
+    """Return a context with the caller's autocast and inference mode.
+
+    It keeps the default dtype, which is global to the process, because other threads use it at the same time.
+    """
+    return replace(context, default_dtype=torch.get_default_dtype()).entered(grad=grad)
 
 
 def _copy(tensor: Tensor) -> Tensor:

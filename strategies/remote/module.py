@@ -33,6 +33,7 @@ from strategies.common.torch_compat import (
     tree_unflatten,
     with_metadata,
 )
+from strategies.pipeline.stage.layers import PassContext
 from strategies.remote.client import ModuleClient
 from strategies.remote.commands import ModuleCommands
 from strategies.remote.host import (
@@ -159,18 +160,20 @@ class RemoteModule(nn.Module):
         ``RemoteModule``: ``dist_autograd.backward(context_id, [loss])`` gathers the gradients in the context, for a
         ``DistributedOptimizer`` over :meth:`remote_parameters`, and nothing is added to ``.grad``.
         """
+        grad = torch.is_grad_enabled()
+        context = PassContext.capture(torch.device(self._address.rpartition("/")[2]).type)
         if in_distributed_autograd():
-            return rpc.rpc_async(self._client.host.owner(), call_module, args=(self._client.host, args, kwargs))
+            arguments = (self._client.host, args, kwargs, grad, context)
+            return rpc.rpc_async(self._client.host.owner(), call_module, args=arguments)
         leaves, spec = tree_flatten((args, kwargs))
         refuse_hidden_tensors(leaves)
-        grad = torch.is_grad_enabled()
         wanted = [grad and isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
         inputs = [leaf for leaf, flag in zip(leaves, wanted, strict=True) if flag]
         device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
         sent = [leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         done: Future[Any] = Future()
         args, kwargs = tree_unflatten(sent, spec)
-        reply = self._client.start(ModuleCommands.forward, args, kwargs, wanted, grad)
+        reply = self._client.start(ModuleCommands.forward, args, kwargs, wanted, grad, context)
         reply.add_done_callback(partial(self._settle, done, inputs, device))
         return done
 

@@ -10,6 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -437,6 +438,29 @@ def migrated(inner: nn.Module) -> dict[str, Any]:
     return {"weight": weight, "metadata": metadata, "incomplete": attempt(lambda: net.load_state_dict(state))[1]}
 
 
+class Tells(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+
+
+def telling() -> nn.Module:
+    torch.manual_seed(0)
+    return Tells(2, 2)
+
+
+def in_contexts(inner: nn.Module, recording: Callable[[], Any] = nullcontext) -> dict[str, Any]:
+    """What a module computes and sees under autocast, also when a context records its call, and in inference mode."""
+    x = torch.ones(3, 2, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        output, *told = inner(x)
+        with recording():
+            told += [inner(x)[0].dtype]
+    output.float().square().sum().backward()
+    with torch.inference_mode():
+        told += inner(x)[1:]
+    return {"output": output.detach(), "told": told, "grads": [x.grad, *(p.grad for p in inner.parameters())]}
+
+
 def program(rank: int, num_processes: int, file: str) -> None:
     Remote = strategies.RemoteModule
     seen: dict[str, Any] = {"no RPC": attempt(lambda: Remote("owner", nn.Linear, args=(1, 1)))}
@@ -447,6 +471,7 @@ def program(rank: int, num_processes: int, file: str) -> None:
                 seen[name] = both_ways(Remote("owner/cpu", Net), cls, **options)
             seen |= {"mistakes": mistakes(Remote), "graphs": graphs(Remote), "saved": saved(Remote)}
             seen["migrated"] = migrated(Remote("owner", versioned))
+            seen["in contexts"] = in_contexts(Remote("owner", telling), dist_autograd.context)
             linear = Remote("owner", nn.Linear, args=(1, 1))
             seen |= {**others(Remote), "two callers": two_callers(Remote), "like torch's": like_torchs(Remote)}
             tree = [psutil.Process(), *psutil.Process().parent().children()]

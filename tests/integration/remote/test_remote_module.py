@@ -57,6 +57,12 @@ def test_layers_load_the_states_of_each_version_as_in_one_process(seen: dict[str
     assert actual == expected
 
 
+def test_autocast_and_inference_mode_of_the_caller_apply(seen: dict[str, Any]) -> None:
+    expected, actual = remote_module_job.in_contexts(remote_module_job.telling()), seen["in contexts"]
+    assert actual.pop("told") == expected.pop("told") == [False, True, torch.bfloat16, True, False]
+    assert_close(actual, expected, rtol=0, atol=0)
+
+
 def test_two_callers_train_as_one_on_the_mean_of_their_losses(seen: dict[str, Any]) -> None:
     callers, model = seen["two callers"], torch.nn.Linear(2, 1)
     model.load_state_dict(callers["start"])
