@@ -69,7 +69,7 @@ class HeldState:
             return self.modules[number].state_dict()
         if kind is PartKind.EXTRA_STATE:
             state = self.modules[number].state_dict()
-            return {name: value for name, value in state.items() if name.endswith(EXTRA_STATE_KEY_SUFFIX)}
+            return {name: value for name, value in state.items() if name.rpartition(".")[2] == EXTRA_STATE_KEY_SUFFIX}
         if kind is PartKind.GRADS:
             return {name: p.grad for name, p in self.modules[number].named_parameters()}
         if kind is PartKind.ATTRIBUTES:

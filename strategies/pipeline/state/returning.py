@@ -16,7 +16,7 @@ from strategies.pipeline.control.client import RemoteStage
 from strategies.pipeline.control.parts import Part, PartKind
 from strategies.pipeline.control.shelf import ShelvedPart, in_rescue
 from strategies.pipeline.optim.optimizers import PipelineOptimizers
-from strategies.pipeline.state.mirror import Mirror
+from strategies.pipeline.state.mirror import Mirror, set_extra_states
 from strategies.pipeline.state.stand_ins import move_from_meta
 
 
@@ -80,5 +80,4 @@ def bring_back(
         shelved = ShelvedPart.rescued(remote, [Part(PartKind.ATTRIBUTES), Part(PartKind.OBJECTS)])
         mirror.take_back(values(Part(PartKind.ATTRIBUTES)), values(Part(PartKind.OBJECTS)))
         shelved = ShelvedPart.rescued(remote, [Part(PartKind.EXTRA_STATE)])
-        if extra := values(Part(PartKind.EXTRA_STATE)):
-            layers.load_state_dict(extra, strict=False)
+        set_extra_states(layers, values(Part(PartKind.EXTRA_STATE)))

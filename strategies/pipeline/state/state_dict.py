@@ -21,7 +21,7 @@ from strategies.pipeline.control.client import RemoteStage
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.control.parts import Part, PartKind
 from strategies.pipeline.control.shelf import ShelvedPart, captured
-from strategies.pipeline.state.mirror import set_attributes
+from strategies.pipeline.state.mirror import set_attributes, set_extra_states
 from strategies.pipeline.state.shelved import shelved_tensors
 from strategies.pipeline.state.stand_ins import replace_buffers
 
@@ -89,8 +89,7 @@ class StateOfStages:
             own_copy._modules.update({n: deepcopy(layer, memo) for n, layer in layers._modules.items()})
             replace_buffers(own_copy, tensors)
             set_attributes(own_copy, dict(enumerate(captured(remote, PartKind.ATTRIBUTES))))
-            if extra := captured(remote, PartKind.EXTRA_STATE):
-                own_copy.load_state_dict(extra, strict=False)
+            set_extra_states(own_copy, captured(remote, PartKind.EXTRA_STATE))
             whole._modules.update(self._named_here(own_copy))
         whole._modules.update(self._named_here(last))
         return whole

@@ -252,6 +252,36 @@ def test_layers_migrate_an_old_state_once_and_a_new_one_never() -> None:
     run(states_of_two_versions)
 
 
+class Counts(Migrates):
+    """Counts its rows in its extra state."""
+
+    rows = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rows += len(x)
+        return super().forward(x)
+
+    def get_extra_state(self) -> Any:
+        return {"rows": self.rows}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.rows = state["rows"]
+
+
+def extra_states() -> None:
+    with three_stages([Counts(3) for _ in range(4)]) as (module, plain, pipeline):
+        x = torch.randn(5, 3, dtype=torch.float64)
+        assert torch.allclose(module(x), plain(x), rtol=1e-9)
+        whole = pipeline.states[0].whole()
+    for each in (module, whole):
+        assert [layer.rows for layer in each] == [layer.rows for layer in plain]
+        assert all(torch.equal(value, plain.get_parameter(name)) for name, value in each.named_parameters())
+
+
+def test_extra_states_come_back_from_layers_that_migrate_old_weights() -> None:
+    run(extra_states)
+
+
 def within_a_checkpoint() -> None:
     """The second call, in the backward pass, would be another pass with other random numbers."""
     with three_stages([nn.Dropout(0.5), *(nn.Linear(3, 3) for _ in range(3))]) as (module, _, _):
