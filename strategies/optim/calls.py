@@ -106,7 +106,10 @@ def track_steps(
             return method(*args, **kwargs)
         for handle in ahead:
             _hooks_of(handle).move_to_end(handle.id)  # behind all pre-hooks of the user
-        _hooks_of(end).move_to_end(end.id, last=False)  # ahead of all post-hooks of the user
+        behind = _hooks_of(end)
+        for number in [number for number, each in behind.items() if isinstance(each, _AfterStep)]:
+            behind.move_to_end(number, last=False)
+        behind.move_to_end(end.id, last=False)  # with the hooks of after_steps, ahead of all post-hooks of the user
         with nullcontext() if runs_own_code(self) else user_code():  # a step may call itself
             return method(*args, **kwargs)
 
@@ -239,12 +242,19 @@ def follow_steps(
 
 
 def after_steps(optimizer: Optimizer, function: Callable[[Optimizer], None]) -> Callable[[], None]:
-    """Call a function with the optimizer after each step of the optimizer; return a function that undoes this."""
+    """Call a function with the optimizer after each step of the optimizer; return a function that undoes this.
 
-    def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        function(optimizer)
+    If the steps are tracked (:func:`track_steps`), the function is called before all post-hooks of the user.
+    """
+    return optimizer.register_step_post_hook(_AfterStep(function)).remove
 
-    return optimizer.register_step_post_hook(hook).remove
+
+@dataclass(frozen=True)
+class _AfterStep:
+    function: Callable[[Optimizer], None]
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.function(optimizer)
 
 
 @dataclass(frozen=True)

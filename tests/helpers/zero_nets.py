@@ -168,6 +168,28 @@ class Manual(Net):
         return AdamW(ours, lr=3e-3), SGD(theirs, lr=0.01, momentum=0.9, nesterov=True)
 
 
+class PostHook(Net):
+    """A hook after each step limits the weights, then averages them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.averages = nn.ParameterList([p.detach().clone() for p in self.parameters()]).requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        weights = [p for p in self.parameters() if p.requires_grad]
+        optimizer = AdamW(weights, lr=3e-3)
+
+        def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            with torch.no_grad():
+                for p in optimizer.param_groups[0]["params"]:
+                    p.clamp_(-0.05, 0.05)
+                for average, p in zip(self.averages, self.parameters(), strict=False):
+                    average.lerp_(p, 0.1)
+
+        optimizer.register_step_post_hook(hook)
+        return optimizer
+
+
 class InitialState(Net):
     """An optimizer that makes its state before the first step."""
 

@@ -78,6 +78,7 @@ CASES = {
     "zeroed and accumulated": Case(nets.OverriddenZeroGrad, lambda: {"accumulate_grad_batches": 3}),
     "unused": Case(nets.Leaky, strategy={"find_unused_parameters": True}),
     "running statistics": Case(nets.Normalised, lambda: {"accumulate_grad_batches": 2}),
+    "hook after steps": Case(nets.PostHook),
     "initial state": Case(nets.InitialState),
     "types": Case(nets.MixedTypes),
     "bf16-mixed": Case(nets.Float32, lambda: {"precision": "bf16-mixed"}),
@@ -101,7 +102,10 @@ SOME["modes"] = ["stage 2, overlap"]
 SOME["blocks"] = ["stage 3"]
 ALL = {name: [option for option in OPTIONS if option != "stage 3" or name not in NOT_BY_ROWS] for name in CASES}
 ALL.update({name: ["stage 3"] for name in ALL if name.startswith("blocks")})
-STAGE_1 = ("clipped by norm", "manual", "unused", "running statistics", "16-mixed, clipped", "added group")
+STAGE_1 = (
+    *("clipped by norm", "manual", "unused", "running statistics", "hook after steps", "16-mixed, clipped"),
+    "added group",
+)
 """Cases that are trained under stage 1 too before a merge; most is the same as under stage 2."""
 MOST = {
     name: [o for o in options if o in ("stage 2", "stage 3") or (o == "stage 1, overlap" and name in STAGE_1)]

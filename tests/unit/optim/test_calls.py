@@ -302,6 +302,17 @@ def test_after_each_step_of_the_user_a_function_is_called() -> None:
     assert called == [optimizer]
 
 
+def test_the_function_is_called_before_the_hooks_of_the_user() -> None:
+    """Under ZeRO it shares the new values, which these hooks may read or change."""
+    optimizer, called = SGD([nn.Parameter(torch.ones(2))]), list[str]()
+    optimizer.register_step_post_hook(lambda *_: called.append("early"))
+    after_steps(optimizer, lambda own: called.append("in step" if runs_own_code(own) else "after step"))
+    optimizer.register_step_post_hook(lambda *_: called.append("late"))
+    follow_steps(optimizer, lambda *_: None)
+    optimizer.step()
+    assert called == ["after step", "early", "late"]
+
+
 def test_tensors_among_hyperparameters_are_sent_by_way_of_the_cpu() -> None:
     optimizer = SGD([nn.Parameter(torch.ones(1))], 0.1)
     optimizer.param_groups[0]["scale"] = torch.ones((), device="meta")
