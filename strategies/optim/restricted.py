@@ -23,6 +23,9 @@ from strategies.optim.calls import added_methods
 def restricted(optimizer: Optimizer, owned: Collection[Tensor]) -> Optimizer:
     """Return a copy of an optimizer that holds only the parameters in ``owned``.
 
+    The copy shares these parameters and their states with the original. Tensors among the hyperparameters and the
+    attributes are copied, and so are states that do not belong to a parameter, because a step may change them in place.
+
     Every group is kept, even if it is empty, so that groups have the same index in every process. The copy has neither
     the hooks of the original nor the ``step`` that a learning-rate scheduler sets on the original object.
 
@@ -31,15 +34,20 @@ def restricted(optimizer: Optimizer, owned: Collection[Tensor]) -> Optimizer:
         owned: The parameters to keep, compared by identity.
 
     Returns:
-        A new optimizer of the same class that shares the parameters and their state with the original.
+        A new optimizer of the same class.
     """
     kept = {id(tensor) for tensor in owned}
+    copies = {id(p): p for p in parameters_of(optimizer)}  # references to parameters stay
+    copied = partial(tree_map_only, Tensor, lambda tensor: copies.setdefault(id(tensor), tensor.detach().clone()))
     cls, attributes = taken_apart(optimizer)
+    attributes = {name: copied(value) if isinstance(value, Tensor) else value for name, value in attributes.items()}
     attributes["param_groups"] = [
-        {**group, "params": [p for p in group["params"] if id(p) in kept]} for group in optimizer.param_groups
+        {name: [p for p in value if id(p) in kept] if name == "params" else copied(value) for name, value in g.items()}
+        for g in optimizer.param_groups
     ]
+    states = {key: s if isinstance(key, Tensor) else copied(s) for key, s in optimizer.state.items()}
     attributes["state"] = defaultdict(
-        dict, {key: s for key, s in optimizer.state.items() if id(key) in kept or not isinstance(key, Tensor)}
+        dict, {key: s for key, s in states.items() if id(key) in kept or not isinstance(key, Tensor)}
     )
     return put_together(cls, attributes)
 

@@ -180,11 +180,12 @@ class ShardedOptimizers:
         if optimizer is None or bucket.optimizer is None or self.optimizers[bucket.optimizer] is not optimizer:
             return
         if bucket.owner == self.ownership.rank:
-            # A new copy for each step, with the current hyperparameters of the user's optimizer.
+            # A new copy for each step, with the current hyperparameters of the user's optimizer. What is common to all
+            # parameters, such as a number of steps, is changed by the step at the end only.
             part = restricted(optimizer, bucket.parameters)
-            part.state = optimizer.state
             with Draws(part):
                 part.step(**self._arguments)
+            optimizer.state.update({p: state for p, state in part.state.items() if isinstance(p, Tensor)})
         self._stepped.add(bucket)
         self._share(bucket)
 

@@ -190,6 +190,33 @@ class PostHook(Net):
         return optimizer
 
 
+class CountsSteps(SGD):
+    """Divides the learning rate by numbers of steps that belong to no parameter."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+        self.total = torch.zeros(())
+        self.param_groups[0]["number"] = torch.zeros(())
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        self.total += 1
+        number = self.state.get("number", 0) + 1
+        for group in self.param_groups:
+            group["number"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.div_(3 * group["number"] - number - self.total)
+        super().step()
+        self.state["number"] = number
+        return loss
+
+
+class Counted(Net):
+    def configure_optimizers(self) -> Any:
+        return CountsSteps(self.parameters())
+
+
 class InitialState(Net):
     """An optimizer that makes its state before the first step."""
 

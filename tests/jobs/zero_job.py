@@ -79,6 +79,7 @@ CASES = {
     "unused": Case(nets.Leaky, strategy={"find_unused_parameters": True}),
     "running statistics": Case(nets.Normalised, lambda: {"accumulate_grad_batches": 2}),
     "hook after steps": Case(nets.PostHook),
+    "counted": Case(nets.Counted),
     "initial state": Case(nets.InitialState),
     "types": Case(nets.MixedTypes),
     "bf16-mixed": Case(nets.Float32, lambda: {"precision": "bf16-mixed"}),
@@ -103,8 +104,8 @@ SOME["blocks"] = ["stage 3"]
 ALL = {name: [option for option in OPTIONS if option != "stage 3" or name not in NOT_BY_ROWS] for name in CASES}
 ALL.update({name: ["stage 3"] for name in ALL if name.startswith("blocks")})
 STAGE_1 = (
-    *("clipped by norm", "manual", "unused", "running statistics", "hook after steps", "16-mixed, clipped"),
-    "added group",
+    *("clipped by norm", "manual", "unused", "running statistics", "hook after steps", "counted"),
+    *("16-mixed, clipped", "added group"),
 )
 """Cases that are trained under stage 1 too before a merge; most is the same as under stage 2."""
 MOST = {
@@ -150,7 +151,8 @@ def whole(parameter: Any) -> torch.Tensor:
 
 def tensor_bytes(state: Any) -> list[int]:
     """Of moments and the like; counters are left out."""
-    return [value.nbytes for of_one in state.values() for value in of_one.values() if value.ndim]
+    of_parameters = [of_one for key, of_one in state.items() if isinstance(key, torch.Tensor)]
+    return [value.nbytes for of_one in of_parameters for value in of_one.values() if value.ndim]
 
 
 def compared(ranks: int, folder: Path, wanted: Mapping[str, list[str]]) -> dict[str, Any]:

@@ -86,6 +86,20 @@ def test_groups_are_not_shared() -> None:
     assert whole.param_groups[0]["lr"] == 0.01
 
 
+def test_what_is_common_to_all_parameters_is_not_shared() -> None:
+    first, second = two_layers()
+    whole, number = two_groups(first, second), torch.zeros(())
+    for group in whole.param_groups:
+        group["t"] = number
+    whole.t = whole.state["t"] = number
+    whole.state["more"] = {"t": 0, "bias": second.bias}
+    part = restricted(whole, list(second.parameters()))
+    part.param_groups[0]["t"] += 1
+    part.state["more"]["t"] += 1
+    assert part.param_groups[1]["t"] == part.t == part.state["t"] == 1  # still one tensor
+    assert number == whole.state["more"]["t"] == 0 and part.state["more"]["bias"] is second.bias
+
+
 def test_parts_step_what_the_whole_steps() -> None:
     outcomes = []
     for split in (False, True):
