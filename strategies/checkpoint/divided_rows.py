@@ -4,11 +4,12 @@ full      every rank ──rows, tensor by tensor──▶ rank 0, which has the
 sharded   every rank: its rows ──▶ torch.distributed.checkpoint.save ──▶ its own file;  rank 0: meta.pt
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -46,6 +47,27 @@ def read_rows(
     return {name: rows.get(name, whole.get(name)) for name in state}
 
 
+def divided_states(num_entries: Sequence[Mapping[tuple[int, str], int]]) -> set[tuple[int, str]]:
+    """Return which states are divided by rows, given as number of the parameter and name of the state.
+
+    A state of one entry may be a rank's only row, or a value for the whole parameter, such as a number of steps. It is
+    the latter if another rank has more rows of the parameter. If no rank has, states of the same name for other
+    parameters decide.
+
+    Args:
+        num_entries: For each rank, the number of entries of each state; 0 if it has not one for each element of the
+            rank's rows.
+
+    >>> sorted(divided_states([{(0, "mean"): 2, (0, "step"): 0, (1, "mean"): 1, (1, "step"): 1}] * 2))
+    [(0, 'mean'), (1, 'mean')]
+    """
+    keys = {key for own in num_entries for key in own}
+    by_element = {key for key in keys if all(own.get(key, 1) for own in num_entries)}
+    clear = {key for key in by_element if any(own.get(key, 1) > 1 for own in num_entries)}
+    undivided = {name for _, name in keys - by_element} - {name for _, name in clear}
+    return {key for key in by_element if key in clear or key[1] not in undivided}
+
+
 class RowStates(DividedStates):
     """Optimizer states that are divided by rows: every rank has some rows of each state.
 
@@ -75,16 +97,21 @@ class RowStates(DividedStates):
         """Return the state dict with ``convert(rows, parameter, shape of the whole tensor)`` in place of rows."""
         state = optimizer.state_dict()
         rank, size = self._group.rank(), self._group.size()
-        whole: dict[Any, Any] = {}
-        for number, parameter in enumerate(parameters_of(optimizer)):
-            num_rows = len(rows_of(parameter.shape[0], rank, size))
-            own_shape = (num_rows, *parameter.shape[1:])
-            if number in state["state"]:
-
-                def converted(value: Tensor, p: Tensor = parameter, n: int = num_rows, own: Any = own_shape) -> Any:
-                    return convert(value, p, whole_shape(value, p.shape, n)) if is_by_element(value, own) else value
-
-                whole[number] = tree_map_only(Tensor, converted, state["state"][number])
+        parameters = dict(enumerate(parameters_of(optimizer)))
+        num_rows = {number: len(rows_of(p.shape[0], rank, size)) for number, p in parameters.items()}
+        own = {number: flat(state["state"][number]) for number in parameters if number in state["state"]}
+        num_entries = {
+            (number, name): value.numel() * is_by_element(value, (num_rows[number], *parameters[number].shape[1:]))
+            for number, values in own.items()
+            for name, value in values.items()
+        }
+        everywhere: list[Any] = [None] * size
+        dist.all_gather_object(everywhere, num_entries, group=self._group)
+        divided, whole = divided_states(everywhere), dict[Any, Any]()
+        for number, values in own.items():
+            p, rows = parameters[number], {name: v for name, v in values.items() if (number, name) in divided}
+            done: Any = {name: convert(v, p, whole_shape(v, p.shape, num_rows[number])) for name, v in rows.items()}
+            whole[number] = with_tensors(state["state"][number], done)
         return {**state, "state": {**whole, **{key: own for key, own in state["state"].items() if key not in whole}}}
 
     def _gathered_rows(self, rows: Tensor, parameter: Tensor, shape: torch.Size) -> Tensor | None:

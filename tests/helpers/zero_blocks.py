@@ -87,6 +87,35 @@ class LeavesOutBlock(Blocks):
         return AdamW(self.parameters(), lr=3e-3, weight_decay=0.1)
 
 
+class StepOfOneEntry(SGD):
+    """Keeps the number of steps of each parameter in a tensor of the shape [1], as that of a row of a vector."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                state = self.state[p]
+                state["step"] = state.get("step", torch.zeros(1)) + 1
+                state["mean"] = state.get("mean", torch.zeros_like(p)).lerp(p.grad, 0.1)
+                p.sub_(state["mean"], alpha=self.param_groups[0]["lr"] / state["step"].item())
+        return loss
+
+
+class StepsOfOneEntry(Blocks):
+    """Also for vectors of which each of two ranks has one element, or one has two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.two, self.three = (nn.Parameter(torch.zeros(size, dtype=torch.float64)) for size in (2, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.two.sum() + (self.three * self.three.new_tensor([1.0, 2.0, 3.0])).sum()
+
+    def configure_optimizers(self) -> Any:
+        return StepOfOneEntry(self.parameters(), lr=0.1)
+
+
 # What is refused
 
 

@@ -94,6 +94,7 @@ CASES = {
     "blocks, accumulated and clipped": Case(
         blocks.Blocks, lambda: {"accumulate_grad_batches": 2, "gradient_clip_val": 0.01}
     ),
+    "blocks, steps of one entry": Case(blocks.StepsOfOneEntry),
     "blocks left out": Case(blocks.LeavesOutBlock, strategy={"find_unused_parameters": True}),
 }
 NOT_BY_ROWS = ("manual", "unused", "types", "no optimizer", "own step")
@@ -152,7 +153,7 @@ def whole(parameter: Any) -> torch.Tensor:
 def tensor_bytes(state: Any) -> list[int]:
     """Of moments and the like; counters are left out."""
     of_parameters = [of_one for key, of_one in state.items() if isinstance(key, torch.Tensor)]
-    return [value.nbytes for of_one in of_parameters for value in of_one.values() if value.ndim]
+    return [value.nbytes for of_one in of_parameters for name, value in of_one.items() if name != "step" and value.ndim]
 
 
 def compared(ranks: int, folder: Path, wanted: Mapping[str, list[str]]) -> dict[str, Any]:
