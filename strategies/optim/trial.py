@@ -112,7 +112,11 @@ def _shares(
     """Return, for each part, some parameters of each group that represent all its parameters."""
     number = 1 if len(optimizer.param_groups) > _MANY_GROUPS else _PER_PART
     groups = [
-        [p for p in group["params"] if (p.is_floating_point() or p.is_complex()) and (p.ndim or with_scalars)]
+        [
+            p
+            for p in group["params"]
+            if (p.is_floating_point() or p.is_complex()) and (p.ndim or with_scalars) and p.numel()
+        ]
         for group in optimizer.param_groups
     ]
     if parts is None:  # two ranks, which get the parameters alternately

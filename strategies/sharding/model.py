@@ -142,6 +142,8 @@ def _reason(parameter: Tensor) -> str:
         return "it has no shape yet, because its layer is lazy; run a batch through the model before fit"
     if parameter.ndim == 0:
         return "it is a scalar; give it the shape [1], or use stage=2"
+    if parameter.requires_grad and not parameter.numel():
+        return "it has no elements, and its gradient cannot be reduced; freeze it, or use stage=2"
     if not parameter.is_contiguous():
         return "its memory is not contiguous; assign parameter.data.contiguous() to it"
     if any(gradient_hooks(parameter)):

@@ -217,6 +217,17 @@ class Counted(Net):
         return CountsSteps(self.parameters())
 
 
+class WithoutElements(Net):
+    """A parameter has no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty = nn.Parameter(torch.zeros(0, 3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.empty.sum()
+
+
 class InitialState(Net):
     """An optimizer that makes its state before the first step."""
 

@@ -80,6 +80,7 @@ CASES = {
     "running statistics": Case(nets.Normalised, lambda: {"accumulate_grad_batches": 2}),
     "hook after steps": Case(nets.PostHook),
     "counted": Case(nets.Counted),
+    "no elements": Case(nets.WithoutElements),
     "initial state": Case(nets.InitialState),
     "types": Case(nets.MixedTypes),
     "bf16-mixed": Case(nets.Float32, lambda: {"precision": "bf16-mixed"}),
@@ -97,7 +98,7 @@ CASES = {
     "blocks, steps of one entry": Case(blocks.StepsOfOneEntry),
     "blocks left out": Case(blocks.LeavesOutBlock, strategy={"find_unused_parameters": True}),
 }
-NOT_BY_ROWS = ("manual", "unused", "types", "no optimizer", "own step")
+NOT_BY_ROWS = ("manual", "unused", "no elements", "types", "no optimizer", "own step")
 """Cases that stage 3 refuses."""
 SOME = {name: list(OPTIONS)[1:6:4] for name in ("groups and schedulers", "accumulated", "manual")}
 SOME["modes"] = ["stage 2, overlap"]

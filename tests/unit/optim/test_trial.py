@@ -423,6 +423,16 @@ def test_scalars_do_not_hide_the_parameters_that_follow_them() -> None:
     check_by_element(optim.AdamW(scalars), "stage=3", "stage=2")
 
 
+@pytest.mark.parametrize("others", [2, 0])
+def test_parameters_without_elements(others: int) -> None:
+    """Of an adapter of rank 0, for example: in a process that has only these, AdamW makes no state."""
+    empty, here = [nn.Parameter(torch.zeros(size, 3)) for size in (0, 0)], parameters()[:others]
+    optimizer = optim.AdamW([empty[0], *here, empty[1]])
+    check_divisible(optimizer)
+    check_divisible(optimizer, [[empty[0]], [*here, empty[1]]])
+    check_by_element(optimizer, "stage=3", "stage=2")
+
+
 def test_sparse_gradients() -> None:
     check_divisible(optim.SparseAdam(parameters()[:3]), [parameters()[:1], []])
 

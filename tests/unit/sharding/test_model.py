@@ -61,6 +61,7 @@ def compiled(model: Any) -> None:
     ("change", "message"),
     [
         (set_parameter(torch.tensor(1.0)), "parameter blocks.0.own of Model by rows: it is a scalar"),
+        (set_parameter(torch.ones(0, 3)), "parameter blocks.0.own of Model by rows: it has no elements"),
         (set_parameter(torch.ones(4, 2).T), "parameter blocks.0.own of Model by rows: its memory is not contiguous"),
         (set_parameter(torch.ones(2, dtype=torch.complex64)), "it is complex"),
         (
