@@ -158,7 +158,8 @@ class RowOptimizers:
         """
         grads = [_local(p.grad) for p in parameters_of(optimizer) if p.grad is not None]
         device = grads[0].device if grads else None
-        norms = torch.stack(norms_of(grads, norm_type)) if grads else torch.zeros(0, device=device)
+        filled = [grad if grad.numel() else grad.new_zeros(1) for grad in grads]  # the largest of no values has no norm
+        norms = torch.stack(norms_of(filled, norm_type)) if grads else torch.zeros(0, device=device)
         norms = norms.to(torch.promote_types(norms.dtype, torch.float32))
         if norm_type == float("inf"):
             dist.all_reduce(norms, dist.ReduceOp.MAX, group=self._group)

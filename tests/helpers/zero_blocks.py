@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from zero_nets import WIDTH, Net, Normalised
 
+from strategies import ZeROStrategy
+
 ODD = 13
 
 
@@ -85,6 +87,20 @@ class LeavesOutBlock(Blocks):
 
     def configure_optimizers(self) -> Any:
         return AdamW(self.parameters(), lr=3e-3, weight_decay=0.1)
+
+
+class ClipsByLargest(Blocks):
+    """Clips by the largest absolute value of all gradients, also of parameters of which only one rank has a row."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        strategy = self.trainer.strategy
+        if isinstance(strategy, ZeROStrategy):
+            strategy.clip_grad_norm_(0.001, norm_type=float("inf"))
+        else:
+            nn.utils.clip_grad_norm_(self.parameters(), 0.001, norm_type=float("inf"))
+
+    def configure_optimizers(self) -> Any:
+        return SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
 class StepOfOneEntry(SGD):

@@ -96,6 +96,7 @@ CASES = {
         blocks.Blocks, lambda: {"accumulate_grad_batches": 2, "gradient_clip_val": 0.01}
     ),
     "blocks, steps of one entry": Case(blocks.StepsOfOneEntry),
+    "blocks, clipped by the largest": Case(blocks.ClipsByLargest),
     "blocks left out": Case(blocks.LeavesOutBlock, strategy={"find_unused_parameters": True}),
 }
 NOT_BY_ROWS = ("manual", "unused", "no elements", "types", "no optimizer", "own step")
