@@ -660,6 +660,7 @@ class PlannedModel(DividedModel):
                 if module in layers or _key(name, plan) is not None:
                     continue
                 if type(module) is nn.Embedding and part == TensorPart(-2):
+                    _check_table(module, name.rpartition(".")[0])
                     layers[module] = module, STYLES["embedding_rowwise"], name
                 else:
                     raise ValueError(
@@ -681,11 +682,8 @@ class PlannedModel(DividedModel):
                 f"the tensor parallel plan divides {name}, a {type(module).__name__}, but this style needs {needed}. "
                 "Leave it out of the plan: what has no plan is computed by every rank."
             )
-        if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
-            raise ValueError(
-                f"the tensor parallel plan divides {name}, an embedding with max_norm or sparse gradients, which need "
-                "whole rows. Leave it out of the plan."
-            )
+        if isinstance(module, nn.Embedding):
+            _check_table(module, name)
         outputs_first = not is_conv1d  # a Conv1D has the shape [inputs, outputs]
         dim = -2 if (style.kind != "rows") == outputs_first else -1
         self._take(weight, TensorPart(dim, style.packed), name)
@@ -735,6 +733,14 @@ class PlannedModel(DividedModel):
         for name, value in changes.items():
             self._undo.append(partial(setattr, module, name, getattr(module, name)))
             setattr(module, name, value)
+
+
+def _check_table(table: nn.Embedding, name: str) -> None:
+    if table.max_norm is not None or table.sparse or table.scale_grad_by_freq:
+        raise ValueError(
+            f"the tensor parallel plan divides {name}, an embedding with max_norm, scale_grad_by_freq or sparse "
+            "gradients, which need the whole table. Leave it, and layers with the same weight, out of the plan."
+        )
 
 
 def _states(optimizer: Optimizer) -> list[dict[str, Any]]:

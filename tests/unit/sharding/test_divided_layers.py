@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -146,6 +147,16 @@ def test_plans_that_do_not_fit(name: str) -> None:
     with pytest.raises(ValueError, match=message):
         PlannedModel(model, plan, 0, 2)
     assert model.head.weight.shape == (6, 4) and not model.head._forward_hooks
+
+
+@pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"sparse": True}, {"scale_grad_by_freq": True}], ids=str)
+@pytest.mark.parametrize("plan", [{"table": "embedding_rowwise"}, HEAD], ids=["in the plan", "tied"])
+def test_embeddings_that_need_the_whole_table(option: dict[str, Any], plan: dict[str, str]) -> None:
+    model = Words()
+    model.table = nn.Embedding(6, 4, **option)
+    model.head.weight = model.table.weight
+    with pytest.raises(ValueError, match="divides table, an embedding with max_norm, scale_grad_by_freq or sparse"):
+        PlannedModel(model, plan, 0, 2)
 
 
 def test_sizes_that_do_not_divide() -> None:
