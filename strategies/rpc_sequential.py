@@ -647,7 +647,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             state = self._run.states.optimizer_state(own)
             return state if self.is_global_zero else {}
         if divides and torch.distributed.is_initialized():  # after fit
-            return gather_state_dict(own, default_group())
+            return gather_state_dict(own.state_dict(), default_group())
         return super().optimizer_state(optimizer)
 
     def save_checkpoint(

@@ -111,12 +111,17 @@ class RankStates(DividedStates):
         self._ownership = ownership
 
     def _whole(self, optimizer: Optimizer) -> dict[str, Any]:
-        return gather_state_dict(optimizer, self._group)
+        return gather_state_dict(self._own_state_dict(optimizer), self._group)
 
     def _parts(self, optimizer: Optimizer) -> dict[str, Any]:
-        state = optimizer.state_dict()
+        state = self._own_state_dict(optimizer)
         others = with_meta_tensors(gather_states(layouts(state["state"]), self._group))
         return {**state, "state": in_order({**others, **state["state"]})}
+
+    def _own_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state dict without states of other ranks' parameters, which user code may have read or loaded."""
+        state = optimizer.state_dict()
+        return {**state, "state": self._ownership.own_part(optimizer, state["state"])}
 
     def _own_part(
         self, optimizer: Optimizer, states: Mapping[Any, Any], shards: Path | None, prefix: str

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.optim import Optimizer
 
 from strategies.common.torch_compat import timeout_of, tree_leaves, tree_map_only
 from strategies.common.waiting import Wait, wait_here
@@ -22,11 +21,15 @@ _TAG = 3
 """Tag of these messages."""
 
 
-def gather_state_dict(optimizer: Optimizer, group: ProcessGroup) -> dict[str, Any]:
-    """Return the whole state dict of a divided optimizer on rank 0, an empty dict elsewhere. Every rank calls this."""
-    state = optimizer.state_dict()
-    state["state"] = gather_states(state["state"], group)
-    return state if group.rank() == 0 else {}
+def gather_state_dict(state: dict[str, Any], group: ProcessGroup) -> dict[str, Any]:
+    """Return the whole state dict of a divided optimizer on rank 0, an empty dict elsewhere. Every rank calls this.
+
+    Args:
+        state: The state dict on this rank.
+        group: The ranks, on gloo.
+    """
+    whole = gather_states(state["state"], group)
+    return {**state, "state": whole} if group.rank() == 0 else {}
 
 
 def gather_states(state: dict[int, Any], group: ProcessGroup, wait: Wait = wait_here) -> dict[int, Any]:
@@ -38,14 +41,16 @@ def gather_states(state: dict[int, Any], group: ProcessGroup, wait: Wait = wait_
         wait: Calls a function that waits for another rank.
 
     Returns:
-        On rank 0 the states of all ranks, ordered by number; an empty dict on all other ranks.
+        On rank 0 the states of all ranks, ordered by number; an empty dict on all other ranks. An empty state, which
+        reading ``optimizer.state[p]`` creates, replaces no other.
     """
     if group.rank() > 0:
         _send(state, group, wait)
         return {}
     whole = dict(state)
     for rank in range(1, group.size()):
-        whole.update(_receive(rank, group, wait))
+        received = _receive(rank, group, wait)
+        whole.update({key: own for key, own in received.items() if key not in whole or own != {}})
     return in_order(whole)
 
 

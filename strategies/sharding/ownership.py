@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from strategies.optim.restricted import narrowed, numbers_of, parameters_of
+from strategies.optim.restricted import narrowed, parameters_of
 
 
 class Ownership:
@@ -76,9 +76,9 @@ class Ownership:
             self.widen(optimizer)
 
     def own_part(self, optimizer: Optimizer, states: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Return the part of a whole optimizer's states that this rank keeps."""
-        mine = set(numbers_of(optimizer, self.owned(optimizer)))
-        others = set(range(len(parameters_of(optimizer)))) - mine
+        """Return the states of an optimizer, by the number of the parameter, without those that other ranks own."""
+        parameters = parameters_of(optimizer)
+        others = {number for number, p in enumerate(parameters) if self.owners.get(p, self.rank) != self.rank}
         return {number: value for number, value in states.items() if number not in others}
 
     def _assign(self, number: int, parameters: list[Tensor]) -> None:

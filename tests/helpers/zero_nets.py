@@ -54,7 +54,7 @@ class Net(pl.LightningModule):
 
 
 class Groups(Net):
-    """Groups with different settings, whose learning rate and betas change at every step."""
+    """Groups with different settings, whose learning rate and betas change at every step, and states that are read."""
 
     def configure_optimizers(self) -> Any:
         matrices = [p for p in self.parameters() if p.ndim > 1]
@@ -62,6 +62,12 @@ class Groups(Net):
         optimizer = AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": others, "lr": 1e-3}], lr=3e-3)
         rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=STEPS_PER_EPOCH * EPOCHS)
         return [optimizer], [{"scheduler": rates, "interval": "step"}]
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        super().on_train_batch_end(*args)
+        optimizer: Any = self.optimizers(use_pl_optimizer=False)
+        for parameter in filter(lambda p: p.requires_grad, self.parameters()):
+            optimizer.state[parameter].get("exp_avg")
 
 
 class Float32(Net):

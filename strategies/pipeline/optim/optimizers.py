@@ -304,7 +304,7 @@ class PipelineOptimizers:
         k = self._number_of(optimizer)
         state = type(optimizer).state_dict(optimizer)  # the object's ``state_dict`` calls this method
         if self._shared_steps is not None:
-            state["state"] = self._shared_steps.gathered(state["state"])
+            state["state"] = self._shared_steps.gathered(self._shared_steps.own_part(optimizer, state["state"]))
         for remote, numbers in zip(self._remotes, self.numbers, strict=True):
             part = ShelvedPart.of(remote, Part(PartKind.WHOLE_OPTIMIZER, k))
             if foreign := sorted(part.tree.keys() - set(numbers[k])):

@@ -303,7 +303,7 @@ class SharedSteps:
         return self._averaging.gathered(states)
 
     def own_part(self, optimizer: Optimizer, states: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Return the part of a whole optimizer's states that this replica keeps."""
+        """Return the states of an optimizer without those that other replicas own."""
         return self._ownership.own_part(optimizer, states)
 
     def close(self) -> None:

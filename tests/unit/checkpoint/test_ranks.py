@@ -1,7 +1,8 @@
-"""Ranks that have divided the optimizer states; here a group of one, ZeRO's tests have several."""
+"""Ranks that have divided the optimizer states: a group of one, or threads. ZeRO's tests have processes."""
 
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 
 from strategies.checkpoint import store
 from strategies.checkpoint.ranks import RankStates, own_tensors, save_over_ranks
+from strategies.launch.session import join_group
 from strategies.sharding.ownership import Ownership
 
 
@@ -79,6 +81,27 @@ def test_gathered_states_follow_the_optimizer_until_they_are_forgotten(group: An
     optimizer.state[weight] = {**optimizer.state[weight], "exp_avg": torch.ones(4, 3)}
     states.refresh(optimizer)
     assert not before.any()
+
+
+@pytest.mark.parametrize("left", [{}, {"exp_avg": torch.zeros(4, 3)}], ids=["read", "loaded"])
+def test_what_a_rank_has_of_parameters_that_it_does_not_own_is_not_saved(left: dict[str, Any], tmp_path: Path) -> None:
+    """Reading ``optimizer.state[p]`` leaves an empty state; ``load_state_dict`` leaves one that no step changes."""
+    optimizers = [trained()[1] for _ in range(2)]
+
+    def saved_by(rank: int) -> list[dict[str, Any]]:
+        optimizer = optimizers[rank]
+        ownership = Ownership([optimizer], rank, 2)
+        optimizer.state.update({p: dict(left) for p, owner in ownership.owners.items() if owner != rank})
+        states = RankStates(ownership, join_group(f"{tmp_path.as_uri()}/ranks", rank, 2, 30))
+        return [states.state_dict(optimizer, values=values).get("state", {}) for values in (True, False)]
+
+    whole = trained()[1].state_dict()["state"]
+    with ThreadPoolExecutor(2) as threads:
+        (full, mine), (_, theirs) = threads.map(saved_by, range(2))
+    alike(full, whole, tolerance=0.0)
+    alike({0: mine[0], **theirs}, whole, tolerance=0.0)
+    assert mine.keys() == whole.keys() and mine[1].keys() == whole[1].keys()
+    assert all(value.is_meta for value in mine[1].values())
 
 
 def test_what_cannot_be_saved(group: Any, tmp_path: Path) -> None:
