@@ -23,6 +23,8 @@ class Bucket:
         parameters: At least one parameter.
         owner: The rank that steps the parameters; ``None`` if no optimizer has them.
         optimizer: Number of their optimizer.
+        averages: Filled with a reference to each gradient that is an average over all ranks. All buckets share it, so
+            that buckets that replace others know their averages.
         as_view: Store the parameters in one buffer, so that values are sent without being copied.
         packed: Copy all gradients into one buffer, which can be summed in place (the gradients of two parameters may
             share memory). Otherwise large gradients are sent without a copy.
@@ -34,13 +36,14 @@ class Bucket:
         owner: int | None,
         optimizer: int | None,
         *,
+        averages: dict[Tensor, weakref.ref[Tensor]],
         as_view: bool,
         packed: bool,
     ) -> None:
         self.parameters, self.owner, self.optimizer = tuple(parameters), owner, optimizer
         self._strides = {p: torch.empty_like(p, device="meta").stride() for p in parameters}  # strides of dense memory
         self._packed = packed
-        self._reduced: dict[Tensor, weakref.ref[Tensor]] = {}
+        self._reduced = averages
         self._set_aside: dict[Tensor, Tensor] = {}
         self._values: Tensor | None = None
         if as_view and owner is not None:

@@ -7,6 +7,7 @@ Gradients are reduced to their owners, and new values are sent from the owners t
                               └────▶ bucket ─▶ step of bucket ─▶ new values of bucket
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -58,6 +59,7 @@ class ShardedOptimizers:
         self.ownership = Ownership(self.optimizers, group.rank(), group.size())
         self._trained: dict[Tensor, None] = {}
         self._buckets: list[Bucket] = []
+        self._averages: dict[Tensor, weakref.ref[Tensor]] = {}
         self._in_backward_of: Optimizer | None = None
         self._arguments: dict[str, Any] = {}
         """The arguments of the current step."""
@@ -107,6 +109,10 @@ class ShardedOptimizers:
         Raises:
             RuntimeError: If the method returns different values on different ranks.
         """
+        if self._undo:
+            self.take_in()
+        else:
+            self.ownership.take_in()
         self.ownership.narrow(optimizer)
         try:
             result = call.on(optimizer)
@@ -129,7 +135,7 @@ class ShardedOptimizers:
         Returns:
             The norm before clipping, a scalar.
         """
-        self.reducer.complete()
+        self._complete(optimizer)
         parameters = parameters_of(optimizer)
         if self._whole:
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
@@ -171,8 +177,18 @@ class ShardedOptimizers:
         finally:
             self._in_backward_of = None
 
-    def _narrow(self, optimizer: Optimizer, arguments: dict[str, Any]) -> None:
+    def _complete(self, optimizer: Optimizer) -> None:
+        """Reduce gradients that are only accumulated, and assign owners to parameters added since the backward pass."""
         self.reducer.complete()
+        self._sharing.drain()  # the buckets may change
+        self.take_in()
+        if not self._whole:
+            for parameter in parameters_of(optimizer):
+                if self.ownership.owners.get(parameter) != self.ownership.rank:
+                    parameter.grad = None  # every rank has the average if the parameter had no owner
+
+    def _narrow(self, optimizer: Optimizer, arguments: dict[str, Any]) -> None:
+        self._complete(optimizer)
         self.ownership.narrow(optimizer, {parameter for bucket in self._stepped for parameter in bucket.parameters})
 
     def _gradients_are_there(self, bucket: Bucket) -> None:
@@ -215,5 +231,7 @@ class ShardedOptimizers:
             members = [parameters[number] for number in numbers]
             owner, optimizer, _, device = kinds[numbers[0]]
             packed = self._whole or owner is None or device.type == "cuda"  # because a collective sums in place
-            self._buckets.append(Bucket(members, owner, optimizer, as_view=self._as_view, packed=packed))
+            self._buckets.append(
+                Bucket(members, owner, optimizer, averages=self._averages, as_view=self._as_view, packed=packed)
+            )
         self.reducer.watch(self._buckets)

@@ -175,6 +175,20 @@ class AddedGroup(Net):
             optimizer.add_param_group({"params": [*self.first.parameters(), *self.norm.parameters()], "lr": 1e-3})
 
 
+class AddedBeforeStep(Net):
+    """Parameters come to the optimizer between the backward pass and the step, and all gradients are kept then."""
+
+    configure_optimizers = AddedGroup.configure_optimizers
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        if self.trainer.global_step == 4:
+            optimizer.add_param_group({"params": [*self.first.parameters(), *self.norm.parameters()], "lr": 1e-3})
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        if self.trainer.global_step != 5:
+            optimizer.zero_grad()
+
+
 class SavesMore(Net):
     """Adds a tensor to its checkpoint, on some ranks only."""
 

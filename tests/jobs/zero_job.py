@@ -90,6 +90,7 @@ CASES = {
     "no optimizer": Case(nets.NoOptimizer),
     "own step": Case(odd.OwnStep),
     "added group": Case(odd.AddedGroup),
+    "added before a step": Case(odd.AddedBeforeStep, lambda: {"gradient_clip_val": 0.01}),
     "thawed": Case(nets.Thawed, lambda: {"callbacks": [nets.Thaws()]}),
     "blocks": Case(blocks.Blocks),
     "blocks, accumulated and clipped": Case(
@@ -102,13 +103,14 @@ CASES = {
 NOT_BY_ROWS = ("manual", "unused", "no elements", "types", "no optimizer", "own step")
 """Cases that stage 3 refuses."""
 SOME = {name: list(OPTIONS)[1:6:4] for name in ("groups and schedulers", "accumulated", "manual")}
+SOME["added before a step"] = ["stage 2, overlap, views"]
 SOME["modes"] = ["stage 2, overlap"]
 SOME["blocks"] = ["stage 3"]
 ALL = {name: [option for option in OPTIONS if option != "stage 3" or name not in NOT_BY_ROWS] for name in CASES}
 ALL.update({name: ["stage 3"] for name in ALL if name.startswith("blocks")})
 STAGE_1 = (
     *("clipped by norm", "manual", "unused", "running statistics", "hook after steps", "counted"),
-    *("16-mixed, clipped", "added group"),
+    *("16-mixed, clipped", "added group", "added before a step"),
 )
 """Cases that are trained under stage 1 too before a merge; most is the same as under stage 2."""
 MOST = {
