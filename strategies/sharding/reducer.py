@@ -55,8 +55,9 @@ class Reducer:
         self._in_flight = InFlight(LAG)
         self._pass: int | None = None
         self._marked = find_unused
-        self.has_local_gradients = False
-        """Whether there are accumulated gradients that have not been reduced."""
+        self._last_accumulation: int | None = None
+        self._accumulated: set[Tensor] = set()
+        """Parameters that may have accumulated gradients that are not reduced, the same on every rank."""
 
     def watch(self, buckets: Sequence[Bucket]) -> None:
         """Start to reduce the gradients of these buckets' parameters."""
@@ -80,7 +81,7 @@ class Reducer:
 
     def complete(self) -> None:
         """Reduce gradients that earlier backward passes have only accumulated."""
-        if self.has_local_gradients:
+        if self._accumulated:
             self._start(marked=True)
             self._finish()
 
@@ -96,8 +97,11 @@ class Reducer:
         self._in_flight.forget()  # operations of a pass that failed
         self._prepare()
         self._marked, self._next = marked, 0
-        self._wanted = {bucket: [p for p in bucket.parameters if p.requires_grad] for bucket in self._buckets}
-        self._waiting = {bucket: set(wanted) for bucket, wanted in self._wanted.items()}
+        self._wanted = {
+            bucket: [p for p in bucket.parameters if p.requires_grad or p in self._accumulated]
+            for bucket in self._buckets
+        }
+        self._waiting = {bucket: {p for p in wanted if p.requires_grad} for bucket, wanted in self._wanted.items()}
         if not self._whole:
             for bucket, wanted in self._wanted.items():
                 if bucket.owner is not None:
@@ -110,7 +114,9 @@ class Reducer:
         if self._pass is None:
             if not self._whole and bucket.is_reduced(parameter):
                 raise RuntimeError(self._mixed(parameter))
-            self.has_local_gradients = True
+            if self._last_accumulation != (this_pass := number_of_backward_pass()):
+                self._last_accumulation = this_pass
+                self._accumulated.update(p for p in self._bucket_of if p.requires_grad)
             return
         if parameter not in self._waiting[bucket]:
             raise RuntimeError(
@@ -125,7 +131,9 @@ class Reducer:
     def _start_next(self) -> None:
         bucket, number = self._buckets[self._next], self._next
         self._next += 1
-        wanted, marked = self._wanted[bucket], self._marked
+        wanted = self._wanted[bucket]
+        # A parameter that was frozen since its gradient was accumulated may have a gradient on some ranks only.
+        marked = self._marked or not all(p.requires_grad for p in wanted)
         if not wanted:
             return  # the bucket is frozen in this pass, on every rank
         pieces = bucket.take_grads(wanted, marked=marked)
@@ -152,7 +160,7 @@ class Reducer:
         while self._next < len(self._buckets):
             self._start_next()
         self._in_flight.drain()
-        self.has_local_gradients = False
+        self._accumulated.clear()
 
     def _check_accumulation(self) -> None:
         """Refuse to accumulate into an average that only the owner has, unless it is zero."""

@@ -189,6 +189,13 @@ class AddedBeforeStep(Net):
             optimizer.zero_grad()
 
 
+class FrozenWhileAccumulating(Net):
+    """Freezes a layer between two batches of one step, which still steps it; and thaws the layer later."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.second.requires_grad_(not 3 <= batch_idx < 6)
+
+
 class SavesMore(Net):
     """Adds a tensor to its checkpoint, on some ranks only."""
 

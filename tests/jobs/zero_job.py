@@ -61,6 +61,8 @@ class Case:
     make: Callable[[], pl.LightningModule]
     trainer: Callable[[], Mapping[str, Any]] = dict
     strategy: Mapping[str, Any] = field(default_factory=dict)
+    ddp: Mapping[str, Any] = field(default_factory=dict)
+    """What only DDP needs."""
 
 
 def scaled() -> dict[str, Any]:
@@ -91,6 +93,9 @@ CASES = {
     "own step": Case(odd.OwnStep),
     "added group": Case(odd.AddedGroup),
     "added before a step": Case(odd.AddedBeforeStep, lambda: {"gradient_clip_val": 0.01}),
+    "frozen and accumulated": Case(
+        odd.FrozenWhileAccumulating, lambda: {"accumulate_grad_batches": 2}, ddp={"find_unused_parameters": True}
+    ),
     "thawed": Case(nets.Thawed, lambda: {"callbacks": [nets.Thaws()]}),
     "blocks": Case(blocks.Blocks),
     "blocks, accumulated and clipped": Case(
@@ -104,13 +109,14 @@ NOT_BY_ROWS = ("manual", "unused", "no elements", "types", "no optimizer", "own 
 """Cases that stage 3 refuses."""
 SOME = {name: list(OPTIONS)[1:6:4] for name in ("groups and schedulers", "accumulated", "manual")}
 SOME["added before a step"] = ["stage 2, overlap, views"]
+SOME["frozen and accumulated"] = ["stage 2, overlap"]
 SOME["modes"] = ["stage 2, overlap"]
 SOME["blocks"] = ["stage 3"]
 ALL = {name: [option for option in OPTIONS if option != "stage 3" or name not in NOT_BY_ROWS] for name in CASES}
 ALL.update({name: ["stage 3"] for name in ALL if name.startswith("blocks")})
 STAGE_1 = (
     *("clipped by norm", "manual", "unused", "running statistics", "hook after steps", "counted"),
-    *("16-mixed, clipped", "added group", "added before a step"),
+    *("16-mixed, clipped", "added group", "added before a step", "frozen and accumulated"),
 )
 """Cases that are trained under stage 1 too before a merge; most is the same as under stage 2."""
 MOST = {
@@ -164,7 +170,7 @@ def compared(ranks: int, folder: Path, wanted: Mapping[str, list[str]]) -> dict[
     seen: dict[str, Any] = {}
     for name, options in wanted.items():
         case = CASES[name]
-        seen[name] = {"ddp": outcome(*fit(case, DDPStrategy(**case.strategy), ranks), folder)}
+        seen[name] = {"ddp": outcome(*fit(case, DDPStrategy(**case.strategy, **case.ddp), ranks), folder)}
         for option in options:
             strategy = ZeROStrategy(**OPTIONS[option], **case.strategy)
             seen[name][option] = outcome(*fit(case, strategy, ranks), folder)
