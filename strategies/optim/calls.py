@@ -107,9 +107,10 @@ def track_steps(
         for handle in ahead:
             _hooks_of(handle).move_to_end(handle.id)  # behind all pre-hooks of the user
         behind = _hooks_of(end)
-        for number in [number for number, each in behind.items() if isinstance(each, _AfterStep)]:
-            behind.move_to_end(number, last=False)
-        behind.move_to_end(end.id, last=False)  # with the hooks of after_steps, ahead of all post-hooks of the user
+        first = [end.id, *(number for number, each in behind.items() if isinstance(each, _AfterStep))]
+        if [*behind][: len(first)] != first:  # ahead of all post-hooks of the user, one of which may step again
+            for number in reversed(first):
+                behind.move_to_end(number, last=False)
         with nullcontext() if runs_own_code(self) else user_code():  # a step may call itself
             return method(*args, **kwargs)
 

@@ -23,8 +23,8 @@ from strategies.optim.calls import added_methods
 def restricted(optimizer: Optimizer, owned: Collection[Tensor]) -> Optimizer:
     """Return a copy of an optimizer that holds only the parameters in ``owned``.
 
-    The copy shares these parameters and their states with the original. Tensors among the hyperparameters and the
-    attributes are copied, and so are states that do not belong to a parameter, because a step may change them in place.
+    The copy shares these parameters, their states, and its attributes with the original. Tensors among the
+    hyperparameters are copied, and so are states that do not belong to a parameter: a step may change them in place.
 
     Every group is kept, even if it is empty, so that groups have the same index in every process. The copy has neither
     the hooks of the original nor the ``step`` that a learning-rate scheduler sets on the original object.
@@ -38,9 +38,16 @@ def restricted(optimizer: Optimizer, owned: Collection[Tensor]) -> Optimizer:
     """
     kept = {id(tensor) for tensor in owned}
     copies = {id(p): p for p in parameters_of(optimizer)}  # references to parameters stay
-    copied = partial(tree_map_only, Tensor, lambda tensor: copies.setdefault(id(tensor), tensor.detach().clone()))
+
+    def copy(tensor: Tensor) -> Tensor:
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor.detach().clone()
+        return copies[id(tensor)]
+
+    def copied(value: Any) -> Any:
+        return value if type(value) in (bool, int, float, str, type(None)) else tree_map_only(Tensor, copy, value)
+
     cls, attributes = taken_apart(optimizer)
-    attributes = {name: copied(value) if isinstance(value, Tensor) else value for name, value in attributes.items()}
     attributes["param_groups"] = [
         {name: [p for p in value if id(p) in kept] if name == "params" else copied(value) for name, value in g.items()}
         for g in optimizer.param_groups

@@ -109,10 +109,8 @@ class ShardedOptimizers:
         Raises:
             RuntimeError: If the method returns different values on different ranks.
         """
-        if self._undo:
-            self.take_in()
-        else:
-            self.ownership.take_in()
+        with torch.inference_mode(False), torch.no_grad():  # optimizer.eval() may be called in a validation
+            self.take_in() if self._undo else self.ownership.take_in()
         self.ownership.narrow(optimizer)
         try:
             result = call.on(optimizer)
@@ -179,7 +177,7 @@ class ShardedOptimizers:
 
     def _complete(self, optimizer: Optimizer) -> None:
         """Reduce gradients that are only accumulated, and assign owners to parameters added since the backward pass."""
-        self.reducer.complete()
+        self.reducer.complete(parameters_of(optimizer))
         self._sharing.drain()  # the buckets may change
         self.take_in()
         if not self._whole:
@@ -195,6 +193,8 @@ class ShardedOptimizers:
         optimizer = self._in_backward_of
         if optimizer is None or bucket.optimizer is None or self.optimizers[bucket.optimizer] is not optimizer:
             return
+        if self.reducer.has_frozen_sums(bucket):
+            return  # they are reduced, and the bucket is stepped, after the backward pass
         if bucket.owner == self.ownership.rank:
             # A new copy for each step, with the current hyperparameters of the user's optimizer. What is common to all
             # parameters, such as a number of steps, is changed by the step at the end only.

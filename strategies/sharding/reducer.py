@@ -8,7 +8,7 @@ Every rank does 1, 2 and 3 in the order of the buckets, so ranks never wait for 
 has no owners and no callback after a bucket.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
@@ -79,29 +79,33 @@ class Reducer:
             # The hook runs when the pass begins, and makes autograd call the reducer at the end of the pass.
             loss.register_hook(lambda _: self._enter_pass() if communicate else self._check_accumulation())
 
-    def complete(self) -> None:
-        """Reduce gradients that earlier backward passes have only accumulated."""
-        if self._accumulated:
-            self._start(marked=True)
+    def complete(self, parameters: Iterable[Tensor]) -> None:
+        """Reduce gradients of parameters that earlier backward passes have only accumulated.
+
+        After a pass that has reduced gradients, these are gradients of parameters that were frozen in that pass.
+        """
+        if pending := self._accumulated.intersection(parameters):
+            self._start(pending.__contains__, marked=True)
             self._finish()
+
+    def has_frozen_sums(self, bucket: Bucket) -> bool:
+        """Whether a parameter was frozen after its gradient was accumulated; :meth:`complete` reduces it."""
+        return any(not p.requires_grad for p in self._accumulated.intersection(bucket.parameters))
 
     def _enter_pass(self) -> None:
         this_pass = number_of_backward_pass()
         if self._pass == this_pass:
             return  # a second loss of the same backward pass
         self._pass = this_pass
-        self._start(marked=self._find_unused)
+        self._start(lambda p: p.requires_grad, marked=self._find_unused)
         call_at_end_of_backward(self._finish)
 
-    def _start(self, *, marked: bool) -> None:
+    def _start(self, is_reduced: Callable[[Tensor], bool], *, marked: bool) -> None:
         self._in_flight.forget()  # operations of a pass that failed
         self._prepare()
         self._marked, self._next = marked, 0
-        self._wanted = {
-            bucket: [p for p in bucket.parameters if p.requires_grad or p in self._accumulated]
-            for bucket in self._buckets
-        }
-        self._waiting = {bucket: {p for p in wanted if p.requires_grad} for bucket, wanted in self._wanted.items()}
+        self._wanted = {bucket: [*filter(is_reduced, bucket.parameters)] for bucket in self._buckets}
+        self._waiting = {bucket: set(wanted) for bucket, wanted in self._wanted.items()}
         if not self._whole:
             for bucket, wanted in self._wanted.items():
                 if bucket.owner is not None:
@@ -131,9 +135,7 @@ class Reducer:
     def _start_next(self) -> None:
         bucket, number = self._buckets[self._next], self._next
         self._next += 1
-        wanted = self._wanted[bucket]
-        # A parameter that was frozen since its gradient was accumulated may have a gradient on some ranks only.
-        marked = self._marked or not all(p.requires_grad for p in wanted)
+        wanted, marked = self._wanted[bucket], self._marked
         if not wanted:
             return  # the bucket is frozen in this pass, on every rank
         pieces = bucket.take_grads(wanted, marked=marked)
@@ -160,7 +162,7 @@ class Reducer:
         while self._next < len(self._buckets):
             self._start_next()
         self._in_flight.drain()
-        self._accumulated.clear()
+        self._accumulated.difference_update(*self._wanted.values())
 
     def _check_accumulation(self) -> None:
         """Refuse to accumulate into an average that only the owner has, unless it is zero."""

@@ -201,18 +201,16 @@ class CountsSteps(SGD):
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=0.1, momentum=0.9)
-        self.total = torch.zeros(())
         self.param_groups[0]["number"] = torch.zeros(())
 
     def step(self, closure: Any = None) -> Any:
         loss = None if closure is None else closure()
-        self.total += 1
         number = self.state.get("number", 0) + 1
         for group in self.param_groups:
             group["number"] += 1
             for p in group["params"]:
                 if p.grad is not None:
-                    p.grad.div_(3 * group["number"] - number - self.total)
+                    p.grad.div_(2 * group["number"] - number)
         super().step()
         self.state["number"] = number
         return loss

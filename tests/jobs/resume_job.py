@@ -66,6 +66,8 @@ class Net(Doubled, pl.LightningModule):
         self.means.append(self.trainer.callback_metrics["training"].item())
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch is None:
+            return
         ids = [row for part in (batch.values() if isinstance(batch, dict) else [batch]) for row in part[2].tolist()]
         self.seen.append((self.trainer.current_epoch, batch_idx, ids, outputs["loss"].item()))
 

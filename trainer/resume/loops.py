@@ -58,7 +58,7 @@ class ResumingEpochLoop(TrainingEpochLoop):
     def is_in_step(self) -> bool:
         """Whether a batch has begun but is not trained on."""
         current: Any = self.batch_progress.current
-        return bool(current.started > current.processed)
+        return bool(current.ready > current.processed)
 
     def advance(self, data_fetcher: DataFetcher) -> None:
         self._results.begin_batch()
@@ -139,8 +139,9 @@ class ResumingFitLoop(FitLoop):
         batches: Any = self.epoch_loop.batch_progress
         epochs: Any = self.epoch_progress
         forget_validation(self.epoch_loop.val_loop)  # that of an earlier fit
-        # Lightning counts a batch that on_train_batch_start skips as processed, but neither started nor completed.
-        if batches.current.started == batches.current.processed > batches.current.completed:
+        # Lightning never completes a batch that on_train_batch_start has skipped, and with it the rest of the epoch.
+        is_in_epoch = epochs.current.ready > epochs.current.processed
+        if is_in_epoch and batches.current.ready == batches.current.processed > batches.current.completed:
             batches.increment_completed()
             self.epoch_loop.finishes_batch = True
         if batches.current.ready > batches.current.processed:

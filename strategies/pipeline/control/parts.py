@@ -16,7 +16,7 @@ class PartKind(Enum):
 
     TENSORS = "all parameters and buffers of a module, by name"
     STATE_DICT = "what state_dict of a module returns"
-    EXTRA_STATE = "what get_extra_state of its layers adds to that"
+    EXTRA_STATE = "what get_extra_state of its modules returns, by their numbers in modules()"
     GRADS = "the gradient of each parameter of a module, by name; None if it has none"
     ATTRIBUTES = "the plain attributes of each module, in the order of modules()"
     REQUIRES_GRAD = "requires_grad of each parameter, in the order of parameters()"

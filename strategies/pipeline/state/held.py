@@ -4,7 +4,7 @@ capture(part)  ──▶ a tree of tensors, for the shelf       place(part, cont
 whole()        ──▶ everything, for another process        (``StageState``)
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from strategies.common.random_seeds import ProcessRandomState
-from strategies.common.stage_layers import StageLayers, layer_of
-from strategies.common.torch_compat import EXTRA_STATE_KEY_SUFFIX, tree_map_only
+from strategies.common.stage_layers import StageLayers
+from strategies.common.torch_compat import tree_map_only
 from strategies.optim.restricted import load_states, parameters_of, part_of, taken_apart
 from strategies.pipeline.construction.stored import Stored
 from strategies.pipeline.control.parts import Part, PartKind
 from strategies.pipeline.optim.replicas import SharedSteps
-from strategies.pipeline.state.mirror import plain_attributes, set_attributes
+from strategies.pipeline.state.mirror import has_extra_state, plain_attributes, set_attributes
 from strategies.pipeline.state.objects import objects_of
 from strategies.pipeline.state.stage_state import StageState
 
@@ -54,7 +54,6 @@ class HeldState:
         Commands add and remove tensors between passes. RPC threads read the tensors (``RemoteStage.beside``), so that
         the stage can run passes at the same time.
         """
-        """Tensors on the shelf for the driver, by number and flattened path."""
         self.shared_steps = shared_steps
         self.states_read: dict[int, Any] = {}
         """States of optimizers that an RPC thread has read from a checkpoint, by number, until they are placed."""
@@ -68,8 +67,8 @@ class HeldState:
         if kind is PartKind.STATE_DICT:
             return self.modules[number].state_dict()
         if kind is PartKind.EXTRA_STATE:
-            state = self.modules[number].state_dict()
-            return {name: value for name, value in state.items() if name.rpartition(".")[2] == EXTRA_STATE_KEY_SUFFIX}
+            modules = enumerate(self.modules[number].modules())
+            return {k: m.get_extra_state() for k, m in modules if has_extra_state(m)}
         if kind is PartKind.GRADS:
             return {name: p.grad for name, p in self.modules[number].named_parameters()}
         if kind is PartKind.ATTRIBUTES:
@@ -92,7 +91,7 @@ class HeldState:
         """
         kind, number = part
         if kind is PartKind.STATE_DICT:
-            _load(self.modules[number], content)
+            _load(self.modules[number], *content)
         elif kind is PartKind.TENSORS:
             self._place_buffers(self.modules[number], content)
         elif kind is PartKind.ATTRIBUTES:
@@ -139,12 +138,11 @@ class HeldState:
             layers.get_submodule(path)._buffers[own] = buffer.to(self._device)
 
 
-def _load(layers: StageLayers, state: Mapping[str, Any]) -> None:
-    """Load a state dict into the layers that it has entries of.
+def _load(layers: StageLayers, names: Iterable[str], state: Mapping[str, Any]) -> None:
+    """Load a state dict into the layers with these names.
 
     The state dict of one of several lists lacks the entries that the other lists' layers may read when they are loaded.
     """
     loaded = StageLayers()
-    names = {layer_of(name, layers._modules) for name in state}
-    loaded._modules.update({name: layer for name, layer in layers._modules.items() if name in names})
+    loaded._modules.update({name: layers._modules[name] for name in names})
     loaded.load_state_dict(state, strict=False)

@@ -11,12 +11,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from strategies.common.torch_compat import (
-    EXTRA_STATE_KEY_SUFFIX,
-    backward_hooks,
-    forward_hooks,
-    without_torch_function,
-)
+from strategies.common.torch_compat import backward_hooks, forward_hooks, without_torch_function
 from strategies.common.transformers_compat import is_capturing_hook
 from strategies.pipeline.control.client import RemoteStage
 from strategies.pipeline.control.commands import StageCommands
@@ -153,15 +148,19 @@ def set_attributes(layers: nn.Module, attributes: Attributes) -> None:
         vars(modules[k]).update(changed)
 
 
-def set_extra_states(layers: nn.Module, states: Mapping[str, Any]) -> None:
-    """Set the extra states of modules by their names in a state dict.
+def has_extra_state(module: nn.Module) -> bool:
+    """Whether a module adds an extra state to its state dict."""
+    return type(module).get_extra_state is not nn.Module.get_extra_state
 
-    ``load_state_dict`` would run the users' code that migrates weights, which are not among these entries.
+
+def set_extra_states(layers: nn.Module, states: Mapping[int, Any]) -> None:
+    """Set the extra states of modules, by their numbers in ``modules()``.
+
+    ``load_state_dict`` would run the users' code that migrates weights, which are not among these states.
     """
-    for name, state in states.items():
-        module = layers.get_submodule(name.removesuffix(EXTRA_STATE_KEY_SUFFIX).removesuffix("."))
-        if type(module).set_extra_state is not nn.Module.set_extra_state:
-            module.set_extra_state(state)
+    modules = [*layers.modules()]
+    for k, state in states.items():
+        modules[k].set_extra_state(state)
 
 
 def _structure_of(layers: nn.Module) -> list[Any]:

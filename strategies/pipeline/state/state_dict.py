@@ -182,7 +182,8 @@ class StateOfStages:
                 continue
             own = {name: key for name, key in keys.items() if layer_of(name, layers._modules) is not None}
             given = with_metadata(on_cpu({name: state[key] for name, key in own.items()}), metadata)
-            remote.ask(StageCommands.place, Part(PartKind.STATE_DICT, self._number), given).wait()
+            content = (_names(layers, start), given)
+            remote.ask(StageCommands.place, Part(PartKind.STATE_DICT, self._number), content).wait()
             entries = layers.state_dict()
             for name, key in own.items():
                 has_stand_in = name not in entries or getattr(entries[name], "is_meta", False)

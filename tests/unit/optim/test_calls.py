@@ -313,6 +313,22 @@ def test_the_function_is_called_before_the_hooks_of_the_user() -> None:
     assert called == ["after step", "early", "late"]
 
 
+def test_a_hook_of_the_user_may_step_again() -> None:
+    optimizer, called = SGD([nn.Parameter(torch.ones(2))]), list[int]()
+
+    def again(*_: Any) -> None:
+        called.append(len(called))
+        if len(called) == 1:
+            optimizer.step()
+
+    optimizer.register_step_post_hook(again)
+    for _ in range(2):
+        after_steps(optimizer, lambda own: None)
+    follow_steps(optimizer, lambda *_: None)
+    optimizer.step()
+    assert called == [0, 1]
+
+
 def test_tensors_among_hyperparameters_are_sent_by_way_of_the_cpu() -> None:
     optimizer = SGD([nn.Parameter(torch.ones(1))], 0.1)
     optimizer.param_groups[0]["scale"] = torch.ones((), device="meta")

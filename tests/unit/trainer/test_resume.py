@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from pytorch_lightning.utilities import CombinedLoader
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from resume_job import ENDS, assert_resumable, fit, shuffled
 from resume_parts import Draws, DrawsBatches, Rows, StatefulLoader, StatefulStream, Stream
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler, default_collate
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -113,6 +114,15 @@ def test_a_run_that_stopped_goes_on_in_its_epoch(tmp_path: Path) -> None:
     rest, _ = fit(shuffled(22), seed=5, checkpoint=tmp_path / "after.ckpt", max_epochs=1)
     samples = [[step[:3] for step in model.seen] for model in (part, rest, whole)]  # it validates when it stops
     assert len(samples[0]) == 4 and samples[0] + samples[1] == samples[2]
+
+
+def test_a_batch_that_is_none(tmp_path: Path) -> None:
+    def without_the_second(rows: list[Any]) -> Any:
+        return None if rows[0][2] == 4 else default_collate(rows)
+
+    places = [("on_train_batch_end", 3), ("on_before_optimizer_step", 4), ("on_train_epoch_end", 1)]
+    loaders = partial(DataLoader, Rows(22), batch_size=4, collate_fn=without_the_second)
+    assert_resumable(tmp_path, loaders, places, val_check_interval=2, max_epochs=2)
 
 
 def test_an_epoch_whose_rest_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

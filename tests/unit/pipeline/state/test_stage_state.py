@@ -144,5 +144,5 @@ def test_a_state_dict_of_some_layers_is_loaded_into_these_only() -> None:
     layers = nn.Sequential(Migrates(3), Migrates(3))
     (own,) = cut(layers, [2])
     matrix = torch.randn(3, 3)
-    HeldState(StageState(own), [], CPU).place(Part(PartKind.STATE_DICT), {"1.matrix": matrix})
+    HeldState(StageState(own), [], CPU).place(Part(PartKind.STATE_DICT), (["1"], {"1.matrix": matrix}))
     assert torch.equal(layers[1].weight, matrix.t())
