@@ -220,10 +220,6 @@ ELSEWHERE: dict[str, list[str]] = {
     "strategies/sharding/reducer.py": ["integration/data_parallel/test_zero.py"],
     "strategies/sharding/row_optimizers.py": ["integration/data_parallel/test_zero.py"],
     "strategies/sharding/rows.py": ["unit/sharding/test_division_by_rows.py"],
-    "strategies/sharding/gathered_states.py": [
-        "integration/data_parallel/test_zero.py",
-        "integration/replicas/test_replicas.py",
-    ],
     "strategies/sharding/transfer.py": ["integration/data_parallel/test_zero.py"],
     "trainer/cli/command.py": ["unit/trainer/test_cli.py"],
     "trainer/cli/one_line_errors.py": ["unit/trainer/test_cli.py"],
