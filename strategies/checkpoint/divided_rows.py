@@ -55,8 +55,8 @@ def divided_states(num_entries: Sequence[Mapping[tuple[int, str], int]]) -> set[
     parameters decide.
 
     Args:
-        num_entries: For each rank, the number of entries of each state; 0 if it has not one for each element of the
-            rank's rows.
+        num_entries: For each rank, the number of entries of each state; 0 for a state that does not have one entry
+            for each element of the rank's rows.
 
     >>> sorted(divided_states([{(0, "mean"): 2, (0, "step"): 0, (1, "mean"): 1, (1, "step"): 1}] * 2))
     [(0, 'mean'), (1, 'mean')]

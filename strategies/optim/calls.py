@@ -252,6 +252,8 @@ def after_steps(optimizer: Optimizer, function: Callable[[Optimizer], None]) -> 
 
 @dataclass(frozen=True)
 class _AfterStep:
+    """The step hook that :func:`after_steps` registers."""
+
     function: Callable[[Optimizer], None]
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

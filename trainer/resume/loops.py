@@ -139,7 +139,7 @@ class ResumingFitLoop(FitLoop):
         batches: Any = self.epoch_loop.batch_progress
         epochs: Any = self.epoch_progress
         forget_validation(self.epoch_loop.val_loop)  # that of an earlier fit
-        # Lightning never completes a batch that on_train_batch_start has skipped, and with it the rest of the epoch.
+        # A batch that on_train_batch_start has skipped is not completed either, but it has ended its epoch.
         is_in_epoch = epochs.current.ready > epochs.current.processed
         if is_in_epoch and batches.current.ready == batches.current.processed > batches.current.completed:
             batches.increment_completed()
@@ -152,7 +152,7 @@ class ResumingFitLoop(FitLoop):
             # The epoch ended early, by max_steps, max_time or should_stop, so it continues.
             for progress in (epochs.total, epochs.current):
                 progress.processed = progress.completed = progress.ready - 1
-            self.restarting = True  # before, Lightning has taken the epoch for a complete one
+            self.restarting = True  # Lightning has cleared it, because it took the epoch for a complete one
         if epochs.total.ready > epochs.total.started or epochs.total.started == epochs.total.processed:
             self.epoch_loop.restarting = False
             self._finishes_epoch = epochs.total.processed > epochs.total.completed
