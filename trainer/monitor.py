@@ -350,8 +350,9 @@ class PipelineMonitor(Callback):
         """Record the repairs of lost workers since the last call."""
         repairs = cast(RPCSequentialStrategy, trainer.strategy).repairs
         for each in repairs[self._num_repairs :]:
-            lost, seconds = each.lost.partition("\n")[0], round(each.seconds, 2)
-            self._note(trainer, "repair", time=each.time, lost=lost, seconds=seconds, num_messages=each.num_messages)
+            seconds = {name: round(getattr(each, name), 2) for name in ("seconds", "restart_seconds")}
+            lost = each.lost.partition("\n")[0]
+            self._note(trainer, "repair", time=each.time, lost=lost, **seconds, num_messages=each.num_messages)
         self._num_repairs = len(repairs)
 
     def _note(self, trainer: Trainer, event: str, **facts: Any) -> None:

@@ -120,11 +120,17 @@ def offset_in_file(tensor: Tensor) -> int | None:
     return tensor.untyped_storage()._checkpoint_offset
 
 
-def storage_of(pickled: Any) -> tuple[torch.UntypedStorage, torch.dtype | None] | None:
-    """Return the storage and dtype of an object that represents a storage in a pickle; ``None`` for other objects."""
-    if isinstance(pickled, torch.storage.TypedStorage):
-        return pickled._untyped_storage, pickled.dtype
-    return (pickled, None) if isinstance(pickled, torch.UntypedStorage) else None
+STORAGES = torch.storage.TypedStorage, torch.UntypedStorage
+"""The classes of the objects that represent a storage in a pickle."""
+
+
+def storage_of(
+    pickled: torch.storage.TypedStorage | torch.UntypedStorage,
+) -> tuple[torch.UntypedStorage, torch.dtype | None]:
+    """Return the storage of an object that represents it in a pickle, and its dtype if the object has one."""
+    if isinstance(pickled, torch.UntypedStorage):
+        return pickled, None
+    return pickled._untyped_storage, pickled.dtype
 
 
 def storage_for_pickle(storage: torch.UntypedStorage, dtype: torch.dtype | None) -> Any:

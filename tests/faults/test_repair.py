@@ -313,7 +313,7 @@ def test_the_monitor_notes_each_repair() -> None:
     assert first["step"] == 2 and second["step"] in (9, 10)
     for event, stage in ((first, 0), (second, 1), (third, 0)):
         assert event["lost"].startswith(f"stage {stage} (") and "was killed by signal 9" in event["lost"]
-        assert event["seconds"] >= 0 and event["num_messages"] >= 0
+        assert event["seconds"] >= event["restart_seconds"] >= 0 and event["num_messages"] >= 0
     for row in found["rows"]:
         for name in ("stage_0", "stage_1", "driver"):
             assert float(row[f"pipeline/{name}/forward_ms"]) > 0, row

@@ -39,7 +39,14 @@ _OF_EVERY_EVENT = {"time", "event", "epoch", "step", "processes"}
 _USUAL = ("start", "checkpoint", "end", "error")
 """Events that every run may have. Charts mark the steps of all other events."""
 
-_WORDS = {"microbatches": "micro-batches", "error": "", "line": "", "lost": "", "num_messages": "messages sent again"}
+_WORDS = {
+    "microbatches": "micro-batches",
+    "error": "",
+    "line": "",
+    "lost": "",
+    "restart_seconds": "seconds until new workers had started",
+    "num_messages": "messages sent again",
+}
 """Labels for the facts of an event. Facts that are sentences need no label."""
 
 _PART_COLOURS = {**COLOURS, "sending": "#f2c6de", "optimizer": "#c9b8e8"}

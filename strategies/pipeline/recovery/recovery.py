@@ -4,6 +4,7 @@ To verify a step, it repeats the log in the same way, with the same workers.
 """
 
 import gc
+import time
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from strategies.pipeline.control.client import Answer, Failures, RemoteStage, wa
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.recovery.log import Log, NotRepeated
 from strategies.pipeline.recovery.logged_transport import LoggedTransport
-from strategies.pipeline.recovery.repairs import Recovery, Repair, Repairs
+from strategies.pipeline.recovery.repairs import Recovery, Repair, Repairs, Replacement
 from strategies.pipeline.recovery.together import InStep, Together
 from strategies.pipeline.recovery.verification import check_repeated
 from strategies.pipeline.state.carriers import InSlot
@@ -352,7 +353,7 @@ class Recoverer:
         for remote in self._remotes:
             remote.process.kill()
 
-    def _replace(self, failures: Failures, lost: str) -> int:
+    def _replace(self, failures: Failures, lost: str) -> Replacement:
         """Start new workers from the last usable snapshot, and repeat the log since then."""
         usable = self._usable()
         if not usable:
@@ -363,4 +364,4 @@ class Recoverer:
             num_rounds = self._together.round
         slots = [InSlot(address, begin.number) for address in self._snapshots.addresses(begin)]
         self.transport.connect(self._restart(failures, slots, num_rounds))
-        return self._log.run_again(begin.number)
+        return Replacement(time.perf_counter(), self._log.run_again(begin.number))

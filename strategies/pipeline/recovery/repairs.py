@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from strategies.common.errors import WorkerLost, is_consequence
 from strategies.pipeline.control.client import Failures
@@ -49,12 +50,27 @@ class Repair:
         time: The time of the repair, in seconds since 1970.
         lost: Which worker was lost, and how.
         seconds: The duration of the repair.
+        restart_seconds: The part of it until new workers had started from the snapshot. In the rest, they computed
+            again what the driver waits for.
         num_messages: The number of orders and values that the driver and the new workers have sent again.
     """
 
     time: float
     lost: str
     seconds: float
+    restart_seconds: float
+    num_messages: int
+
+
+class Replacement(NamedTuple):
+    """New workers have started and have repeated the log.
+
+    Attributes:
+        started: When they had started from the snapshot, as ``time.perf_counter()``.
+        num_messages: The number of repeated operations.
+    """
+
+    started: float
     num_messages: int
 
 
@@ -66,7 +82,7 @@ class Repairs:
         log: The driver's log.
         kill: Kills all workers.
         replace: Starts new workers and repeats the log. Its arguments are the failures of the next session, and a
-            message that says which worker was lost. It returns the number of repeated operations.
+            message that says which worker was lost.
         abandon: Called if the user's code has ended by an error while workers were replaced. It makes the new workers
             abandon the pass, which nobody continues.
         done: The repairs so far, including repairs of earlier pipelines of the run. Each repair adds an entry.
@@ -77,7 +93,7 @@ class Repairs:
         max_restarts: int,
         log: Log,
         kill: Callable[[], None],
-        replace: Callable[[Failures, str], int],
+        replace: Callable[[Failures, str], Replacement],
         abandon: Callable[[], None],
         done: list[Repair],
     ) -> None:
@@ -123,22 +139,26 @@ class Repairs:
                 successor.is_replaying = False
                 failures.put_first(found)
                 return False
-            seconds = time.perf_counter() - begin
-            self._done.append(Repair(time.time(), lost, seconds, found))
+            seconds, restart_seconds = time.perf_counter() - begin, found.started - begin
+            self._done.append(Repair(time.time(), lost, seconds, restart_seconds, found.num_messages))
             successor.repair, successor.is_replaying = Future(), False
             self._log.failures = successor
             failures.give_way_to(successor)
             if successor.raised:
                 self._abandon()
         with suppress(Warning):  # the user may have turned warnings into errors
-            warnings.warn(f"{lost}\nThe workers have been replaced in {seconds:.1f} s.", stacklevel=1)
+            warnings.warn(
+                f"{lost}\nNew workers have started in {restart_seconds:.2f} s, and have computed what followed the "
+                f"last snapshot again in {seconds - restart_seconds:.2f} s.",
+                stacklevel=1,
+            )
         return True
 
-    def _replaced(self, cause: BaseException) -> tuple[Failures, int | BaseException]:
+    def _replaced(self, cause: BaseException) -> tuple[Failures, Replacement | BaseException]:
         """Replace the workers, and repeat this if a worker is lost during the repair.
 
         Returns:
-            The failures of the next session, and the number of repeated operations or the error that ends the run.
+            The failures of the next session, and the replacement or the error that ends the run.
         """
         while True:
             successor = Failures()

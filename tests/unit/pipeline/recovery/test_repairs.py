@@ -1,6 +1,7 @@
 """The thread that replaces workers, and the driver's calls to a stage meanwhile: RPC is replaced by a list."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from strategies.pipeline.control import client
 from strategies.pipeline.control.client import Failures, RemoteStage, StageProcess
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.recovery.log import Log
-from strategies.pipeline.recovery.repairs import Repair, Repairs
+from strategies.pipeline.recovery.repairs import Repair, Repairs, Replacement
 from strategies.pipeline.stage.layers import PassContext
 
 pytestmark = pytest.mark.filterwarnings("ignore:stage 0")
@@ -55,11 +56,11 @@ class Run:
     def _abandon(self) -> None:
         self.num_abandoned += 1
 
-    def _replace(self, failures: Failures, lost: str) -> int:
+    def _replace(self, failures: Failures, lost: str) -> Replacement:
         self.remote.renew("next", None, self._process(), failures)
         if self.at_replacement:
             self.at_replacement.pop(0)()
-        return self.log.run_again(0)
+        return Replacement(time.perf_counter(), self.log.run_again(0))
 
     def _rpc_async(self, name: str, function: Any, args: Any, timeout: float) -> Any:
         calls = args[1] if len(args) > 1 else function.__name__
@@ -95,6 +96,7 @@ def test_a_question_that_is_not_answered_is_asked_again(running: Run) -> None:
     assert before == ["grad_norms", "capture", "zero_grad, call_method"]
     assert again == ["capture", "zero_grad, call_method"]  # a norm that has been read is not read again
     assert [repair.lost for repair in running.done] == [LOST] and running.done[0].num_messages == 3
+    assert 0 < running.done[0].restart_seconds <= running.done[0].seconds
     assert (norms.wait(), captured.wait()) == ("norms", "captured")
 
 
