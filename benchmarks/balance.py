@@ -154,7 +154,8 @@ def models_table(*, tiny: bool, steps: int) -> Table:
     """Balance each model in several ways and measure the stages."""
     rows = []
     for name, (model, sample) in models(tiny=tiny).items():
-        seconds = layer_seconds(model, sample, timeout_seconds=0.2 if tiny else 1.0, device=None)
+        measured = layer_seconds(model, sample, timeout_seconds=0.2 if tiny else 1.0, device=None)
+        seconds = [sum(passes) for passes in measured]
         sizes = layer_sizes(model, sample, chunks=1, param_scale=4.0, device=None)
         splits = {
             "by_time": partition_costs(seconds, STAGES),

@@ -1,6 +1,7 @@
 """Divides the layers of a pipeline among its stages, by their costs, and finds an example of their input."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -30,12 +31,14 @@ from strategies.pipeline.partition.model_costs import (
     ByTime,
     Costs,
     Example,
+    Measure,
     costs_of,
     costs_of_parameters,
 )
 from strategies.pipeline.partition.probe import is_called_first
+from strategies.pipeline.partition.profiling import PassSeconds
 from strategies.pipeline.partition.sequential import Pipelined, check_balance, check_lists, even_balance
-from strategies.pipeline.schedule.tables import num_recomputed
+from strategies.pipeline.schedule.tables import recomputed
 
 BUDGET_SECONDS = 1.0
 """The time that the measured passes of all layers may take together, beyond warm-up and the first few passes."""
@@ -133,9 +136,25 @@ def find_balance(
         costs = _costs(model, module, by_time=by_time, settings=settings, device=device, precision=precision)
     is_counted = settings.interleaves or not by_time
     layers = costs.layers[::-1] if in_reverse else costs.layers
-    balance = partition_lists(layers, lengths, chunks_of_list, driver=costs.driver if is_counted else 0.0)
-    rank_zero_info(f"RPCSequentialStrategy: {_explained(balance, costs, module, path, is_counted=is_counted)}")
+    chunks = [[_cost(layer, again) for layer in layers] for again in _recomputed_shares(settings, num_stages, lengths)]
+    balance = partition_lists(chunks, lengths, driver=costs.driver if is_counted else 0.0)
+    mean = sum(chunks[0]) / len(layers)
+    rank_zero_info(f"RPCSequentialStrategy: {_explained(balance, costs, mean, module, path, is_counted=is_counted)}")
     return balance
+
+
+def _recomputed_shares(settings: Settings, num_stages: int, lengths: Sequence[int]) -> list[float]:
+    """Return for each chunk the share of micro-batches whose forward pass runs again in the backward pass."""
+    programs = settings.programs(num_stages, num_lists=len(lengths))
+    rows = programs.actions_of_step(settings.microbatches)
+    again = Counter(i for row in rows for _, i in recomputed(row, settings.checkpoint, settings.microbatches))
+    return [again[i] / settings.microbatches for i in range(len(programs.rank_of))]
+
+
+def _cost(layer: float | PassSeconds, recomputed_share: float) -> float:
+    if not isinstance(layer, PassSeconds):
+        return layer
+    return layer.forward * (1 + recomputed_share) + layer.backward
 
 
 def _costs(
@@ -146,7 +165,7 @@ def _costs(
     settings: Settings,
     device: torch.device,
     precision: Precision,
-) -> Costs[float, float]:
+) -> Costs[Any, float]:
     microbatches = settings.microbatches
     found = find_example(model, module, device, precision)
     if found is None:
@@ -157,8 +176,7 @@ def _costs(
     else:
         example = Example(found.model, found.value)
         held = 1 if settings.interleaves else microbatches
-    recomputed = num_recomputed(settings.checkpoint, microbatches) / microbatches
-    measure = ByTime(recomputed, BUDGET_SECONDS / len(module)) if by_time else BySize(held)
+    measure: Measure[Any, float] = ByTime(BUDGET_SECONDS / len(module)) if by_time else BySize(held)
     if not found.is_made:
         with as_misconfiguration():
             return costs_of(model, module, example, measure, device)
@@ -217,11 +235,10 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 def _explained(
-    balance: list[int], costs: Costs[float, float], module: Pipelined, path: str, *, is_counted: bool
+    balance: list[int], costs: Costs[Any, float], mean: float, module: Pipelined, path: str, *, is_counted: bool
 ) -> str:
     """Return a line that states the balance and the cost of what the driver runs outside the layers."""
     unit = "blocks" if isinstance(module, nn.ModuleList) else "layers"
-    mean = sum(costs.layers) / len(costs.layers)
     number = f"as much as {costs.driver / mean:.1f} {unit}" if mean > 0 else f"{costs.driver:.3g}"
     line = f"balance {balance}: what the model runs outside {path}, on the driver, costs {number}"
     if not is_counted:

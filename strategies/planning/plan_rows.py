@@ -359,8 +359,10 @@ def _balance_by_size(measured: Measured, placement: Placement) -> list[int]:
         need.total + layer.held.inner + layer.held.output_size
         for need, layer in zip(measured.needs, measured.layers, strict=True)
     ]
-    lengths, chunks = measured.lengths or [len(costs)], placement.num_stages // placement.num_lists
-    return partition_lists(costs, lengths, chunks, driver=measured.outside.total + measured.driver.peak_bytes)
+    lengths = measured.lengths or [len(costs)]
+    return partition_lists(
+        [costs] * placement.num_stages, lengths, driver=measured.outside.total + measured.driver.peak_bytes
+    )
 
 
 def rank_of_row(placement: Placement) -> list[int]:

@@ -15,7 +15,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from fractions import Fraction
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ def balance_by_time(
     if timeout <= 0:
         raise ValueError(f"timeout must be positive, got {timeout}")
     seconds = layer_seconds(module, sample, timeout_seconds=timeout, device=device, call=call)
-    return partition_costs(seconds, partitions)
+    return partition_costs([sum(passes) for passes in seconds], partitions)
 
 
 def balance_by_size(
@@ -119,25 +119,36 @@ def partition_costs(costs: Sequence[float], partitions: int, *, last: float = 0.
         ValueError: If there are fewer costs than partitions, if ``partitions < 1``, or if a cost is negative or not
             finite.
     """
-    num = len(costs)
     if partitions < 1:
         raise ValueError(f"partitions must be at least 1, got {partitions}")
+    return _split([costs] * partitions, last)
+
+
+def _split(costs: Sequence[Sequence[float]], last: float) -> list[int]:
+    """Return the lengths of the parts; see :func:`partition_costs`.
+
+    Args:
+        costs: The cost of each layer in each part.
+        last: The additional cost of the last part.
+    """
+    num, partitions = len(costs[0]), len(costs)
     if num < partitions:
         raise ValueError(f"{num} layers cannot be split into {partitions} stages of at least one layer each")
-    if any(not math.isfinite(cost) or cost < 0 for cost in costs):
-        raise ValueError(f"costs must be finite and not negative, got {list(costs)}")
+    if any(not math.isfinite(cost) or cost < 0 for part in costs for cost in part):
+        raise ValueError(f"costs must be finite and not negative, got {list(costs[0])}")
     if not math.isfinite(last) or last < 0:
         raise ValueError(f"the cost of the last part must be finite and not negative, got {last}")
-    *per_layer, final = _as_integers([*costs, last])
-    per_layer[-1] += final  # the last layer is always in the last part
-    total = [0, *accumulate(per_layer)]  # total[j] - total[i] is the cost of layers i..j-1
-    bound = _smallest_maximum(total, partitions)
+    *in_parts, final = _as_integers([*chain(*costs), last])
+    in_parts[-1] += final  # the last layer is always in the last part
+    # totals[-k][j] - totals[-k][i] is the cost of layers i..j-1 in the k-th part from the end
+    totals = [[0, *accumulate(in_parts[start : start + num])] for start in range(0, len(in_parts), num)]
+    bound = _smallest_maximum(totals)
 
     # rank[i]: cost of the best split of layers i.. into k parts; ends[k][i]: end of the first part of this split.
     rank: list[tuple[int, int] | None] = [None] * num + [(0, 0)]
     ends = [[0] * (num + 1) for _ in range(partitions + 1)]
     for k in range(1, partitions + 1):
-        shorter, rank = rank, [None] * (num + 1)
+        shorter, rank, total = rank, [None] * (num + 1), totals[-k]
         for i in range(num - k + 1):
             best = None
             for j in range(i + 1, num - k + 2):
@@ -157,35 +168,36 @@ def partition_costs(costs: Sequence[float], partitions: int, *, last: float = 0.
     return balance
 
 
-def partition_lists(costs: Sequence[float], lengths: Sequence[int], num_chunks: int, *, driver: float) -> list[int]:
+def partition_lists(costs: Sequence[Sequence[float]], lengths: Sequence[int], *, driver: float) -> list[int]:
     """Return the number of layers of each chunk of all lists, one list after another.
 
     Each list has its share of the driver's cost, in proportion to its layers, so that all stages cost the same over
     all lists.
 
     Args:
-        costs: The cost of each layer.
+        costs: The cost of each layer of all lists, in each chunk of all lists.
         lengths: The number of layers of each list.
-        num_chunks: The number of chunks of each list.
         driver: The cost of what the driver runs outside the layers.
     """
-    ahead, whole = iter(costs), sum(costs)
-    lists = [[next(ahead) for _ in range(length)] for length in lengths]
-    shares = [sum(own) / whole if whole > 0 else 1 / len(lists) for own in lists]
-    parts = [partition_costs(own, num_chunks, last=driver * share) for own, share in zip(lists, shares, strict=True)]
-    return [size for part in parts for size in part]
+    whole, chunks, ends = sum(costs[0]), len(costs) // len(lengths), [*accumulate(lengths)]
+    balance: list[int] = []
+    for number, (length, end) in enumerate(zip(lengths, ends, strict=True)):
+        own = [part[end - length : end] for part in costs[number * chunks : (number + 1) * chunks]]
+        share = sum(own[0]) / whole if whole > 0 else 1 / len(lengths)
+        balance += _split(own, driver * share)
+    return balance
 
 
-def _smallest_maximum(total: list[int], partitions: int) -> int:
+def _smallest_maximum(totals: Sequence[list[int]]) -> int:
     """Return the cost of the most expensive part in the best split.
 
     ``maximum[i]`` is this cost for layers i.. in k parts. As the end j of the first part moves right, the first part
     becomes more expensive and the remaining parts cheaper. Bisection finds the best j, where the two costs cross.
     """
-    num = len(total) - 1
+    total, num = totals[-1], len(totals[-1]) - 1
     maximum = [total[num] - total[i] for i in range(num)]
-    for k in range(2, partitions + 1):
-        rest = maximum
+    for k in range(2, len(totals) + 1):
+        rest, total = maximum, totals[-k]
         maximum = [_cheapest_split(total, rest, i, range(i + 1, num - k + 2)) for i in range(num - k + 1)]
     return maximum[0]
 

@@ -30,6 +30,7 @@ from strategies.common.torch_compat import CALL_ATTRIBUTE, tree_flatten, tree_ma
 from strategies.common.trees import tensors_in
 from strategies.pipeline.partition.probe import input_of, positional_and_named
 from strategies.pipeline.partition.profiling import (
+    PassSeconds,
     activation_bytes,
     as_in_training,
     as_output,
@@ -138,31 +139,23 @@ class ByTime:
     """Measures the seconds of forward and backward passes.
 
     Attributes:
-        recomputed: The share of micro-batches whose forward pass through the blocks runs again.
         budget_seconds: Time limit for all passes of a layer, in addition to the warm-up and the first few passes.
     """
 
-    recomputed: float = 0.0
     budget_seconds: float = 0.1
 
-    def layers(self, module: nn.Sequential, sample: Any, example: Example, device: torch.device) -> list[float]:
+    def layers(self, module: nn.Sequential, sample: Any, example: Example, device: torch.device) -> list[PassSeconds]:
         """Return the cost of each layer of an ``nn.Sequential``."""
-        return layer_seconds(
-            module,
-            sample,
-            timeout_seconds=self.budget_seconds * len(module),
-            device=device,
-            call=call_with_one,
-            recomputed=self.recomputed,
-        )
+        seconds = self.budget_seconds * len(module)
+        return layer_seconds(module, sample, timeout_seconds=seconds, device=device, call=call_with_one)
 
-    def block(self, block: nn.Module, value: Any, example: Example) -> tuple[float, Any]:
+    def block(self, block: nn.Module, value: Any, example: Example) -> tuple[PassSeconds, Any]:
         """Return the cost of a block, and its output."""
-        return timed(block, value, budget_seconds=self.budget_seconds, recomputed=self.recomputed)
+        return timed(block, value, budget_seconds=self.budget_seconds)
 
     def driver(self, runs: Runs, parameters: Iterable[Tensor], example: Example) -> float:
         """Return the cost of the driver's part."""
-        return timed(runs, example.value, budget_seconds=self.budget_seconds, in_stage=False)[0]
+        return sum(timed(runs, example.value, budget_seconds=self.budget_seconds, in_stage=False)[0])
 
     def unmeasured(self, parameters: Iterable[Tensor]) -> float:
         """Return the cost of a driver's part that does not run on the example."""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -48,16 +48,20 @@ def layer_seconds(
     timeout_seconds: float,
     device: torch.device | str | None,
     call: CallLayer = call_layer,
-    recomputed: float = 0.0,
-) -> list[float]:
+) -> list[PassSeconds]:
     """Return the time of one forward and one backward pass of each layer; see :func:`timed`."""
-    measure = partial(timed, budget_seconds=timeout_seconds / len(module), recomputed=recomputed)
+    measure = partial(timed, budget_seconds=timeout_seconds / len(module))
     return measure_layers(module, sample, device, call, measure)
 
 
-def timed(
-    layer: nn.Module, value: Any, *, budget_seconds: float, recomputed: float = 0.0, in_stage: bool = True
-) -> tuple[float, Any]:
+class PassSeconds(NamedTuple):
+    """The time of a forward pass, and of the backward pass after it."""
+
+    forward: float
+    backward: float
+
+
+def timed(layer: nn.Module, value: Any, *, budget_seconds: float, in_stage: bool = True) -> tuple[PassSeconds, Any]:
     """Measure the time of one forward and one backward pass.
 
     Uses the shortest of several passes, because other load on the machine can only lengthen a pass.
@@ -66,7 +70,6 @@ def timed(
         layer: The module to call with ``value``.
         value: The input.
         budget_seconds: Time limit for all passes, in addition to the warm-up and the first few passes.
-        recomputed: The share of micro-batches whose forward pass runs again in the backward pass.
         in_stage: As in :func:`timed_pass`.
 
     Returns:
@@ -74,12 +77,12 @@ def timed(
     """
     for _ in range(WARM_UP_PASSES):
         _, _, output = timed_pass(layer, value, in_stage=in_stage)
-    passes: list[float] = []
+    passes: list[PassSeconds] = []
     deadline = time.perf_counter() + budget_seconds
     while len(passes) < _FEWEST_PASSES or time.perf_counter() < deadline:
         forward_seconds, backward_seconds, output = timed_pass(layer, value, in_stage=in_stage)
-        passes.append(forward_seconds * (1 + recomputed) + backward_seconds)
-    return min(passes), output
+        passes.append(PassSeconds(forward_seconds, backward_seconds))
+    return min(passes, key=sum), output
 
 
 def layer_sizes(

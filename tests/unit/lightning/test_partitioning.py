@@ -1,6 +1,7 @@
 """The balance that is found for a model, and the line that says so."""
 
 import logging
+import time
 import warnings
 from functools import partial
 from typing import Any
@@ -92,6 +93,45 @@ def test_under_gpipe_the_time_of_the_driver_is_not_in_the_stages(lines: Any, mon
         model.example_input_array = example
         until_undisturbed(partial(balance, "gpipe"), partial(is_in, (3, 4, 5)))
         assert "not counted: under schedule='gpipe' it runs before and after the passes of the stages" in lines.text
+
+
+class Slow(nn.Module):
+    """Its forward pass takes a known time, its backward pass hardly any."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.003)
+        return x * 1
+
+
+class Line(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Slow() for _ in range(12)))
+        self.example_input_array = torch.ones(4, 2, requires_grad=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "checkpoint", "expected"),
+    [
+        ("1f1b", "except_last", [4, 8]),  # the last stage recomputes nothing
+        ("1f1b", "always", [6, 6]),
+        ("1f1b", "never", [6, 6]),
+        ("gpipe", "except_last", [6, 6]),
+    ],
+)
+def test_the_time_of_a_stage_includes_what_it_recomputes(
+    schedule: str, checkpoint: str, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("strategies.lightning.partitioning.BUDGET_SECONDS", 0.01)
+    settings = {"schedule": schedule, "checkpoint": checkpoint, "microbatches": 16}
+
+    def check(balance: list[int]) -> None:
+        assert balance == expected
+
+    until_undisturbed(partial(found, Line(), "blocks", by_time=True, **settings), check)
 
 
 def test_by_size_the_driver_holds_the_activations_of_the_whole_batch_under_gpipe() -> None:

@@ -13,7 +13,7 @@ from sleep_layer import Sleep, only_sleep_takes_time
 from torch import nn
 
 from strategies.pipeline import NoChunk
-from strategies.pipeline.partition.balance import balance_by_size, balance_by_time, partition_costs
+from strategies.pipeline.partition.balance import balance_by_size, balance_by_time, partition_costs, partition_lists
 from strategies.pipeline.stage.calling import call_with_one
 
 
@@ -74,6 +74,24 @@ def test_what_the_last_part_costs_beside_its_layers():
     assert partition_costs([1] * 8, 2, last=100) == [7, 1]
     with pytest.raises(ValueError, match="cost of the last part must be finite and not negative, got -1"):
         partition_costs([1, 1], 2, last=-1)
+
+
+def test_layers_that_cost_less_in_some_parts():
+    generator = random.Random(2)
+    for _ in range(100):
+        layers = [generator.randint(1, 9) for _ in range(generator.randint(2, 9))]
+        parts = [[generator.choice([0.5, 1, 1.5]) * cost for cost in layers] for _ in range(generator.randint(1, 3))]
+        parts = parts[: len(layers)]
+
+        def most(balance, parts=parts):
+            ends = itertools.accumulate(balance)
+            return max(sum(own[end - size : end]) for own, size, end in zip(parts, balance, ends, strict=True))
+
+        best = min(map(most, every_balance(len(layers), len(parts))))
+        assert most(partition_lists(parts, [len(layers)], driver=0)) == best
+    recomputed, kept = [3] * 10, [2] * 10
+    assert partition_lists([recomputed, kept], [10], driver=0) == [4, 6]
+    assert partition_lists([recomputed, kept] * 2, [5, 5], driver=0) == [2, 3] * 2
 
 
 def test_split_of_many_layers_is_quick():
