@@ -23,7 +23,7 @@ from benchmarks.models import encoder_layers
 from benchmarks.report import Effort, Section, Table, spread
 from strategies import RPCSequentialStrategy
 from strategies.checkpoint.atomic import remove
-from strategies.checkpoint.writer import Writer
+from strategies.checkpoint.background import Writer
 from trainer import Trainer
 
 NUM_LAYERS, WIDTH, ROWS, LENGTH, ROUNDS, WARM_UP = 8, 512, 4, 32, 5, 2

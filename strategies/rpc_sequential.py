@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from strategies.checkpoint.store import load_sharded, local_path
+from strategies.checkpoint.background import snapshot
+from strategies.checkpoint.save_and_load import load_sharded, local_path
 from strategies.checkpoint.validate import DescribeStage, check_fit, no_stage, stages_by_name
-from strategies.checkpoint.writer import snapshot
 from strategies.common.torch_compat import default_group
 from strategies.launch.workers import fork_server, share_of_threads
 from strategies.lightning.arguments import as_misconfiguration
@@ -41,9 +41,9 @@ from strategies.lightning.features.feature import (
     overriding,
 )
 from strategies.lightning.features.kept_seeds import LayerSeeds
+from strategies.lightning.features.layers.block_settings import HuggingFaceModels
 from strategies.lightning.features.layers.construction import ModelConstruction
 from strategies.lightning.features.layers.division import Division
-from strategies.lightning.features.layers.hugging_face import HuggingFaceModels
 from strategies.lightning.features.layers.moving_layers import check_can_move, move_layers
 from strategies.lightning.features.per_microbatch import StepsPerMicrobatch
 from strategies.lightning.features.pipelines.divided_parameters import DividedParameters
@@ -64,6 +64,7 @@ from strategies.lightning.strategy_plugin import StrategyPlugin
 from strategies.lightning.whole_batch import TrainingStepPerBatch
 from strategies.optim.restricted import check_optimizer_states
 from strategies.pipeline.driver import Pipeline
+from strategies.pipeline.optim.clipping import clip_grad_norm
 from strategies.pipeline.partition.memory import DevicePlacement, check_memory
 from strategies.pipeline.partition.sequential import Pipelined, cut
 from strategies.pipeline.recovery.repairs import Recovery, Repair
@@ -619,7 +620,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             self._run.states.forget()
 
     def _clipping(self) -> Callable[[Optimizer, float, float], Tensor]:
-        return as_misconfiguration()(self.run.pipeline.optimizers.clip_grad_norm)
+        return as_misconfiguration()(partial(clip_grad_norm, self.run.pipeline.optimizers))
 
     # Checkpoints
 

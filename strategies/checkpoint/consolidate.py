@@ -9,7 +9,7 @@ from pickle import UnpicklingError
 
 from torch import Tensor
 
-from strategies.checkpoint.store import is_sharded, load_sharded, read_tensors, save_file, sharded_tensors
+from strategies.checkpoint.save_and_load import is_sharded, load_sharded, read_tensors, save_file, sharded_tensors
 from strategies.checkpoint.streaming import LateTensors
 from strategies.launch.allocator import return_freed_memory
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from strategies.checkpoint.ranks import DividedStates
-from strategies.checkpoint.store import load_tensors, read_tensors
+from strategies.checkpoint.save_and_load import load_tensors, read_tensors
 from strategies.common.torch_compat import tree_map_only
 from strategies.common.trees import flat, with_tensors
 from strategies.optim.restricted import is_by_element, parameters_of

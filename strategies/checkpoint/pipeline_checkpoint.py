@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.optim import Optimizer
 
-from strategies.checkpoint.store import read_tensors, save_file, sharded_tensors, without_values, writing_shards
+from strategies.checkpoint.save_and_load import read_tensors, save_file, sharded_tensors, without_values, writing_shards
 from strategies.checkpoint.streaming import LateTensors
 from strategies.checkpoint.validate import check_before_loading
 from strategies.common.errors import WorkerLost

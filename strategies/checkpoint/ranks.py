@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from strategies.checkpoint.store import read_tensors, sharded_tensors, writing_shards
+from strategies.checkpoint.save_and_load import read_tensors, sharded_tensors, writing_shards
 from strategies.common.trees import flat, layouts, take_over, with_meta_tensors, with_tensors
 from strategies.optim.restricted import in_order
+from strategies.sharding.divided_optimizers import Ownership, assign_owners
 from strategies.sharding.gathered_states import gather_state_dict, gather_states
-from strategies.sharding.ownership import Ownership, assign_owners
 
 
 class DividedStates(ABC):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-from strategies.checkpoint.store import SHARDED_KEYS, read_tensors
+from strategies.checkpoint.save_and_load import SHARDED_KEYS, read_tensors
 from strategies.common.torch_compat import fake_tensors, num_changes, offset_in_file, storage_key
 from strategies.common.transformers_compat import read_safetensors
 from strategies.common.trees import flat

@@ -3,7 +3,7 @@
 stage 1, 2     each rank owns some whole parameters             ShardedOptimizers, RankStates
 stage 3        each rank owns some rows of every parameter      ShardedModel, RowOptimizers, RowStates
 
-Who owns which parameter and its state: :mod:`strategies.sharding.ownership`.
+Who owns which parameter and its state: :mod:`strategies.sharding.divided_optimizers`.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, device, nn
 from torch.optim import Optimizer
 
+from strategies.checkpoint.background import snapshot
 from strategies.checkpoint.divided_rows import RowStates, read_rows
 from strategies.checkpoint.ranks import DividedStates, RankStates, own_tensors, save_over_ranks
-from strategies.checkpoint.store import load_sharded, without_values
-from strategies.checkpoint.writer import snapshot
+from strategies.checkpoint.save_and_load import load_sharded, without_values
 from strategies.common.torch_compat import broadcast_coalesced, default_group, verify_shapes_across_ranks
 from strategies.launch.session import check_timeout
 from strategies.lightning.arguments import as_misconfiguration

@@ -81,10 +81,10 @@ class World:
     @property
     def driver(self) -> int:
         """The rank of the driver of this pipeline."""
-        return self.rank - self.stage_of(self.rank) * self.num_parts
+        return self.rank - self.place_of(self.rank) * self.num_parts
 
-    def stage_of(self, rank: int) -> int:
-        """The number of a rank in its pipeline, from 0 for the driver."""
+    def place_of(self, rank: int) -> int:
+        """The place of a rank in its pipeline: 0 for the driver, and ``i + 1`` for the worker of stage ``i``."""
         return rank // self.num_parts % self.num_stages
 
     def pipeline_of(self, rank: int) -> int:

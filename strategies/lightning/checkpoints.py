@@ -9,7 +9,8 @@ from zipfile import is_zipfile
 
 import torch
 
-from strategies.checkpoint.store import (
+from strategies.checkpoint.background import Writer
+from strategies.checkpoint.save_and_load import (
     STATE_DICT_TYPES,
     check_not_cut_off,
     is_sharded,
@@ -17,7 +18,6 @@ from strategies.checkpoint.store import (
     local_path,
     save_file,
 )
-from strategies.checkpoint.writer import Writer
 from strategies.common.names import did_you_mean
 from strategies.lightning.compat import (
     DoublePrecision,

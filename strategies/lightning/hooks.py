@@ -35,6 +35,7 @@ from strategies.lightning.compat import (
     replacing_summary,
     unwrapped,
 )
+from strategies.pipeline.optim.clipping import clip_grad_norm, clip_grad_value
 from strategies.pipeline.optim.optimizers import PipelineOptimizers, follow_optimizer
 
 Undo = Callable[[], Any]
@@ -109,7 +110,8 @@ def operations_over_stages(optimizers: PipelineOptimizers) -> GradientOperations
 
         return count_others
 
-    return GradientOperations(optimizers.clip_grad_norm, start_unscaling, optimizers.clip_grad_value)
+    clip_by_norm, clip_by_value = partial(clip_grad_norm, optimizers), partial(clip_grad_value, optimizers)
+    return GradientOperations(clip_by_norm, start_unscaling, clip_by_value)
 
 
 def scaler_of(precision: Precision) -> torch.amp.GradScaler | None:

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
-from strategies.checkpoint.store import is_sharded, load_sharded, local_path, save_sharded
+from strategies.checkpoint.background import BackgroundWriter, Writer, snapshot
+from strategies.checkpoint.save_and_load import is_sharded, load_sharded, local_path, save_sharded
 from strategies.checkpoint.validate import check_fit
-from strategies.checkpoint.writer import BackgroundWriter, Writer, snapshot
 from strategies.launch.host_links import HostLinks
 from strategies.launch.process_ends import await_gloo_at_exit
 from strategies.launch.rank_monitor import Rank0Watch, check_connections, note_lost_connection

@@ -1,6 +1,6 @@
 """Norms of gradients that are distributed over processes, and clipping by them.
 
-``clip_grad_norm`` puts them together: over the stages of a pipeline in :mod:`strategies.pipeline.optim.optimizers`,
+``clip_grad_norm`` puts them together: over the stages of a pipeline in :mod:`strategies.pipeline.optim.clipping`,
 over ranks in :mod:`strategies.sharding.optimizers` and, under stage 3 of ZeRO, in
 :mod:`strategies.sharding.row_optimizers`.
 """

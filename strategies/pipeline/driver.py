@@ -46,11 +46,10 @@ from strategies.pipeline.control.client import (
     InterruptibleWait,
     NotCopyable,
     RemoteStage,
-    StageProcess,
-    cause_of,
 )
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.control.hanging_stages import Watch
+from strategies.pipeline.control.lost_workers import StageProcess, cause_of
 from strategies.pipeline.executor.executor import Executor, FillDrain, PipelineParts
 from strategies.pipeline.executor.per_microbatch import PerMicrobatch, Shares, UserStep
 from strategies.pipeline.executor.settings import Settings

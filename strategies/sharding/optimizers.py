@@ -21,7 +21,7 @@ from strategies.optim.calls import Draws, MethodCall, follow_steps, runs_own_cod
 from strategies.optim.gradients import clipping_factor, norms_of_gradients, scale_gradients
 from strategies.optim.restricted import parameters_of, restricted
 from strategies.sharding.bucket import Bucket, form_buckets
-from strategies.sharding.ownership import Ownership
+from strategies.sharding.divided_optimizers import Ownership
 from strategies.sharding.reducer import LAG, Reducer
 from strategies.sharding.transfer import Exchange, InFlight
 

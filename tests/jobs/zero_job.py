@@ -26,7 +26,7 @@ from pytorch_lightning.plugins import MixedPrecision
 from pytorch_lightning.strategies import SingleDeviceStrategy
 
 from strategies import DDPStrategy, ZeROStrategy
-from strategies.checkpoint import store
+from strategies.checkpoint import save_and_load
 from trainer import Trainer
 
 QUIET = {
@@ -281,7 +281,7 @@ def unsaved(ranks: int, folder: Path) -> dict[str, Any]:
     model.more = last
     said["more on one rank"] = said_of(lambda: trainer.save_checkpoint(path))
     if trainer.is_global_zero:
-        left, parts = store.load_sharded(path)[0]["state_dict"], list(path.iterdir())
+        left, parts = save_and_load.load_sharded(path)[0]["state_dict"], list(path.iterdir())
         said["left"] = all(torch.equal(left[name], value) for name, value in model.state_dict().items())
         said["files"] = len(parts)
     return said

@@ -415,7 +415,7 @@ def _as_it_is(batch: Any) -> Any:
 
 def _whole_checkpoint(path: Path) -> Any:
     if path.is_dir():
-        from strategies.checkpoint.store import load_sharded
+        from strategies.checkpoint.save_and_load import load_sharded
 
         return load_sharded(path, weights_only=False)[0]
     return torch.load(path, map_location="cpu", weights_only=False)

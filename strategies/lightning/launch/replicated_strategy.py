@@ -112,7 +112,7 @@ class ReplicatedStrategy(ParallelStrategy):
         """The number of this pipeline among the pipelines whose drivers are on this host."""
         if self.world is not None and self.world.is_driver:
             first = self.node_rank * self.world.num_local
-            return sum(self.world.stage_of(rank) == 0 for rank in range(first, self.world.rank))
+            return sum(self.world.place_of(rank) == 0 for rank in range(first, self.world.rank))
         return super().local_rank if self.num_pipelines > 1 or self.world is not None else 0
 
     @property
@@ -235,7 +235,7 @@ class ReplicatedStrategy(ParallelStrategy):
             return [*range(len(self.devices))] * self.num_pipelines
         num_stages, num_local = self.world.num_stages, self.world.num_local
         first = self.world.rank // num_local * num_local
-        return [(self.world.stage_of(rank) - 1) % num_stages for rank in range(first, first + num_local)]
+        return [(self.world.place_of(rank) - 1) % num_stages for rank in range(first, first + num_local)]
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all pipelines."""

@@ -27,6 +27,7 @@ from strategies.commands.failure import Failure
 from strategies.commands.host import AfterFailure, follow, perform
 from strategies.common.errors import PeerFailed, WorkerLost, is_consequence
 from strategies.pipeline.control.commands import NamedParameters, StageCommands, meets_replicas
+from strategies.pipeline.control.lost_workers import StageProcess, cause_of, loss_of
 from strategies.pipeline.transport.channel import Sender, unrecorded
 
 P = ParamSpec("P")
@@ -47,12 +48,6 @@ _END_SECONDS = 1.0
 
 _DIAGNOSIS_SECONDS = 2.0
 """The time to wait for the cause of a failure that is only the consequence of another failure."""
-
-_NUM_QUESTIONS = 3
-"""The number of times to ask how a process has ended. Each takes up to half a second, all less than the time above."""
-
-_RPC_TRANSPORT = "originated at tensorpipe/"
-"""A part of the message of each connection error of RPC."""
 
 
 class Failures:
@@ -346,23 +341,6 @@ class NotCopyable:
             "a module whose layers live in several processes cannot be copied or pickled as long as they do. Copy or "
             "save its state_dict(), which has the values of all of them, or copy a module that lives in one process."
         )
-
-
-@dataclass(frozen=True)
-class StageProcess:
-    """The process of a stage, which the driver reaches without RPC.
-
-    Attributes:
-        description: The process in words.
-        ended: Returns how the process ended, or ``None`` while it runs.
-        doing: Returns a description of what the process does or did last.
-        kill: Ends the process.
-    """
-
-    description: str
-    ended: Callable[[], str | None]
-    doing: Callable[[], str]
-    kill: Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -899,12 +877,8 @@ class RemoteStage(NotCopyable):
         except Exception as error:
             if self._link is None and done is self._followed:
                 return  # the pipeline has ended, and the stage with it
-            ended = _how_it_ended(process)
-            if ended is None and _RPC_TRANSPORT in str(error):
-                process.kill()  # nothing reaches it any more, and its peers would wait until the time-out
-            what = f"{self.description}, {process.description}"
-            lost = WorkerLost(f"{what}, {ended or f'did not answer: {error}'}")
-            killed_by_us = called.lost.done() or (ended is None and is_consequence(error))
+            lost, has_ended = loss_of(error, self.description, process)
+            killed_by_us = called.lost.done() or (not has_ended and is_consequence(error))
             failures.add(lost, consequence=killed_by_us)
             done.set_exception(lost)
             return
@@ -931,25 +905,6 @@ def _add(failure: Failure, failures: Failures) -> BaseException:
 
 def _nothing(_: str, in_pass: bool) -> None:
     pass
-
-
-def cause_of(error: Exception, stage: str, process: StageProcess) -> Exception:
-    """Return why a call of RPC failed: the process has ended or cannot be reached, or else ``error`` itself.
-
-    Args:
-        error: The exception of the call.
-        stage: A description of the stage.
-        process: The process of the stage.
-    """
-    ended = _how_it_ended(process)
-    if ended is None and _RPC_TRANSPORT not in str(error):
-        return error
-    return WorkerLost(f"{stage}, {process.description}, {ended or f'did not answer: {error}'}")
-
-
-def _how_it_ended(process: StageProcess) -> str | None:
-    """Return how a process has ended; a busy machine reports this some time after the connections have closed."""
-    return next(filter(None, (process.ended() for _ in range(_NUM_QUESTIONS))), None)
 
 
 def wait_for_any(*futures: Future[Any]) -> None:

@@ -4,7 +4,6 @@ The user's optimizer objects step the parameters of the driver. Each worker has 
 parameters of its stage.
 """
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -24,7 +23,6 @@ from strategies.optim.calls import (
     runs_own_code,
     same_result,
 )
-from strategies.optim.gradients import clipping_factor, norms_of_gradients, scale_gradients
 from strategies.optim.restricted import (
     check_optimizer_state,
     in_order,
@@ -68,16 +66,15 @@ class PipelineOptimizers:
         skips_infinite_steps: bool = False,
         divided: DividedModel | None = None,
     ) -> None:
-        self._divided = divided
-        self.optimizers, self._locate, self._prepare = list(optimizers), locate, prepare
+        self.optimizers, self.locate, self.prepare = list(optimizers), locate, prepare
+        self.skips_infinite_steps, self.divided = skips_infinite_steps, divided
         self.num_steps = 0
         """Number of steps and other calls so far that changed parameters."""
-        self._skips_infinite_steps = skips_infinite_steps
         self.numbers: list[list[list[int]]] = []
         """For each stage on a worker and each optimizer, the numbers of the parameters of the stage."""
-        self._remotes: Sequence[RemoteStage] = ()
+        self.remotes: Sequence[RemoteStage] = ()
         self._shipped = [_group_sizes(optimizer) for optimizer in self.optimizers]
-        self._shared_steps: SharedSteps | None = None
+        self.shared_steps: SharedSteps | None = None
         self.references = References()
         self.recorder: ActionRecorder | None = None
         """Records when the optimizers step on the driver; ``None`` while no step is recorded."""
@@ -97,13 +94,13 @@ class PipelineOptimizers:
             shared_steps: Divides the optimizer states and steps of the driver's stage among its replicas; ``None`` if
                 they are not divided.
         """
-        self._remotes, self.numbers = tuple(remotes), list(numbers)
-        self._shared_steps = shared_steps
+        self.remotes, self.numbers = tuple(remotes), list(numbers)
+        self.shared_steps = shared_steps
 
     @property
     def are_divided(self) -> bool:
         """Whether other processes perform a part of each step."""
-        return bool(self._remotes) or self._shared_steps is not None
+        return bool(self.remotes) or self.shared_steps is not None
 
     def drop_shipped_states(self) -> None:
         """Delete the states that the workers have received, to free memory on the driver."""
@@ -113,10 +110,10 @@ class PipelineOptimizers:
 
     def end(self) -> None:
         """Disconnect the stages. The optimizers are whole again, except for states that replicas have divided."""
-        self._remotes, self.numbers = (), []
-        if self._shared_steps is not None:
-            self._shared_steps.close()
-            self._shared_steps = None
+        self.remotes, self.numbers = (), []
+        if self.shared_steps is not None:
+            self.shared_steps.close()
+            self.shared_steps = None
 
     def add(self, optimizer: Optimizer, numbers: list[list[int]]) -> None:
         """Add an optimizer, with the numbers of its parameters on each worker's stage."""
@@ -135,30 +132,30 @@ class PipelineOptimizers:
         Raises:
             RuntimeError: If the parameters of the optimizer have changed since the start.
         """
-        k = self._number_of(optimizer)
+        k = self.number_of(optimizer)
         if _group_sizes(optimizer) != self._shipped[k]:
             raise RuntimeError(
                 f"{type(optimizer).__name__} has parameter groups of {_group_sizes(optimizer)} parameters, but the "
                 f"pipeline started with {self._shipped[k]}; groups cannot be added while it runs (add_param_group). "
                 "Give all parameters to the optimizer from the start, and freeze those that do not train yet."
             )
-        self._prepare()
+        self.prepare()
         values = hyperparameters(optimizer)
         set_by_scaler = {name: vars(optimizer).get(name) for name in ("grad_scale", "found_inf")}
         # A scaler sets grad_scale to None after unscale_().
         scaling = {name: value.cpu() for name, value in set_by_scaler.items() if value is not None}
         self.num_steps += 1
-        for remote in self._remotes:
+        for remote in self.remotes:
             remote.send(StageCommands.step, k, values, scaling, torch.get_default_dtype(), arguments)
         if self.recorder is not None:
             self.recorder.begin()
-        if self._shared_steps is not None:
-            self._shared_steps.before_step(optimizer)
+        if self.shared_steps is not None:
+            self.shared_steps.before_step(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Send new values to the other replicas if they divide steps. Called after each step on the driver."""
-        if self._shared_steps is not None:
-            self._shared_steps.after_step(optimizer)
+        if self.shared_steps is not None:
+            self.shared_steps.after_step(optimizer)
         if self.recorder is not None and not runs_own_code(optimizer):  # otherwise this is a part of a step
             self.recorder.end("step")
 
@@ -170,28 +167,33 @@ class PipelineOptimizers:
         Raises:
             RuntimeError: If the method returns different values on different stages.
         """
-        k, here = self._number_of(optimizer), [p for p in parameters_of(optimizer) if not p.is_meta]
+        k, here = self.number_of(optimizer), [p for p in parameters_of(optimizer) if not p.is_meta]
         context = PassContext.capture(here[0].device.type if here else "cpu")
         sent = call, hyperparameters(optimizer), context, torch.is_grad_enabled()
         self.num_steps += 1
         with narrowed(optimizer, here):
-            if self._shared_steps is not None:
-                self._shared_steps.before_step(optimizer)
+            if self.shared_steps is not None:
+                self.shared_steps.before_step(optimizer)
             result = call.on(optimizer)
-            if self._shared_steps is not None:
-                self._shared_steps.after_step(optimizer)
+            if self.shared_steps is not None:
+                self.shared_steps.after_step(optimizer)
         if result is None or result is optimizer:
-            for remote in self._remotes:
+            for remote in self.remotes:
                 remote.send(StageCommands.call_method, k, *sent)
             return result
 
         def ask() -> dict[str, Any]:
-            answers = {remote.description: remote.ask(StageCommands.call_method, k, *sent) for remote in self._remotes}
+            answers = {remote.description: remote.ask(StageCommands.call_method, k, *sent) for remote in self.remotes}
             return {description: answer.wait() for description, answer in answers.items()}
 
         return same_result(optimizer, call, result, ask)
 
-    def _number_of(self, optimizer: Optimizer) -> int:
+    def number_of(self, optimizer: Optimizer) -> int:
+        """Return the number of an optimizer.
+
+        Raises:
+            ValueError: If the pipeline started without it.
+        """
         numbers = [k for k, own in enumerate(self.optimizers) if own is optimizer]
         if not numbers:
             raise ValueError(
@@ -206,91 +208,21 @@ class PipelineOptimizers:
         Returns:
             For each worker, a function that waits and then returns zero if all gradients are finite.
         """
-        k = self._number_of(optimizer)
-        self._prepare()
-        return [remote.ask(StageCommands.unscale_grads, k, inv_scale, allow_fp16).wait for remote in self._remotes]
+        k = self.number_of(optimizer)
+        self.prepare()
+        return [remote.ask(StageCommands.unscale_grads, k, inv_scale, allow_fp16).wait for remote in self.remotes]
 
     def anywhere(self, found: Tensor) -> None:
         """Set a scalar that is 0 or 1 to 1 if it is 1 in any pipeline whose gradients this process does not have."""
-        if self._shared_steps is not None:
-            self._shared_steps.any_replica(found)
-        if self._divided is not None:
+        if self.shared_steps is not None:
+            self.shared_steps.any_replica(found)
+        if self.divided is not None:
             found.copy_(torch.stack(tensor_group().parts(found)).amax(0))
 
     def zero_grad_remotes(self, optimizer: Optimizer, set_to_none: bool) -> None:
         """Clear the workers' gradients before the next command of each stage."""
-        for remote in self._remotes:
-            remote.send(StageCommands.zero_grad, self._number_of(optimizer), set_to_none)
-
-    def clip_grad_norm(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale the gradients of all stages so that their total norm is at most ``max_norm``.
-
-        Combines the norms of single parameters in the order of ``torch.nn.utils.clip_grad_norm_``.
-
-        Returns:
-            The norm before clipping, a scalar.
-        """
-        k, own = self._number_of(optimizer), parameters_of(optimizer)
-        self._prepare()
-        norms = self._norms(k, norm_type)
-        if self._shared_steps is not None:
-            norms = self._shared_steps.all_norms(norms, own)
-        if self._divided is not None:
-            norms |= self._divided.whole_norms(own, norms, norm_type, tensor_group())
-        if not norms:
-            return torch.zeros(())
-        device = next((p.device for p in own if not p.is_meta), torch.device("cpu"))
-        total = torch.linalg.vector_norm(torch.stack([norms[n].to(device) for n in sorted(norms)]), norm_type)
-        if not (self._skips_infinite_steps or total.isfinite()):
-            self._warn(total, [own[number] for number in sorted(norms) if not norms[number].isfinite()])
-        factor = clipping_factor(total, max_norm)
-        scale_gradients(own, factor)
-        for remote in self._remotes:
-            remote.send(StageCommands.change_grads, k, partial(scale_gradients, factor=factor.cpu()))
-        return total
-
-    def _norms(self, k: int, norm_type: float) -> dict[int, Tensor]:
-        """Return the norms of the gradients in this pipeline, by the number of the parameter."""
-        answers = [remote.ask(StageCommands.grad_norms, k, norm_type) for remote in self._remotes]
-        here = norms_of_gradients(parameters_of(self.optimizers[k]), norm_type)
-        norms = {number: norm for number, norm in enumerate(here) if norm is not None}
-        for answer in answers:
-            norms.update(answer.wait())
-        return norms
-
-    def check_equal_gradients(self) -> None:
-        """Check that the pipelines that divide parameters have the same gradients of all other parameters.
-
-        Raises:
-            RuntimeError: If they have not: they have computed with different batches, or a plan lacks a layer.
-        """
-        assert self._divided is not None
-        for k, optimizer in enumerate(self.optimizers):
-            own, norms = parameters_of(optimizer), self._norms(k, 2.0)
-            if (number := self._divided.first_different(own, norms, tensor_group())) is not None:
-                raise RuntimeError(
-                    "the pipelines of tensor_parallel_size compute different gradients for "
-                    f"{self._locate(own[number])}, of which each has the whole. Either they got different batches "
-                    "(each runs the whole script: draw the data from a fixed seed), or this layer lies between a layer "
-                    "with the style 'colwise' and one with 'rowwise', and needs the style "
-                    "'replicated_with_grad_allreduce' in the plan."
-                )
-
-    def _warn(self, total: Tensor, culprits: list[Tensor]) -> None:
-        listed = [self._locate(parameter) for parameter in culprits[:3]]
-        more = f" and {len(culprits) - 3} more" if len(culprits) > 3 else ""
-        warnings.warn(
-            f"the norm of the gradients is {total.item()}: not finite are those of {'; '.join(listed)}{more}",
-            stacklevel=3,
-        )
-
-    def clip_grad_value(self, optimizer: Optimizer, limit: float) -> None:
-        """Clamp every element of the gradients of all stages to ``[-limit, limit]``."""
-        self._prepare()
-        torch.nn.utils.clip_grad_value_([p for p in parameters_of(optimizer) if not p.is_meta], limit)
-        for remote in self._remotes:
-            clip = partial(torch.nn.utils.clip_grad_value_, clip_value=limit)
-            remote.send(StageCommands.change_grads, self._number_of(optimizer), clip)
+        for remote in self.remotes:
+            remote.send(StageCommands.zero_grad, self.number_of(optimizer), set_to_none)
 
     def state_dict(
         self, optimizer: Optimizer, taken: Callable[[ShelvedPart], Any] = ShelvedPart.values
@@ -301,11 +233,11 @@ class PipelineOptimizers:
             optimizer: The optimizer.
             taken: Returns the optimizer states in the shelved part of a remote stage; by default with their values.
         """
-        k = self._number_of(optimizer)
+        k = self.number_of(optimizer)
         state = type(optimizer).state_dict(optimizer)  # the object's ``state_dict`` calls this method
-        if self._shared_steps is not None:
-            state["state"] = self._shared_steps.gathered(self._shared_steps.own_part(optimizer, state["state"]))
-        for remote, numbers in zip(self._remotes, self.numbers, strict=True):
+        if self.shared_steps is not None:
+            state["state"] = self.shared_steps.gathered(self.shared_steps.own_part(optimizer, state["state"]))
+        for remote, numbers in zip(self.remotes, self.numbers, strict=True):
             part = ShelvedPart.of(remote, Part(PartKind.WHOLE_OPTIMIZER, k))
             if foreign := sorted(part.tree.keys() - set(numbers[k])):
                 raise RuntimeError(
@@ -322,11 +254,11 @@ class PipelineOptimizers:
         Raises:
             ValueError: If the state does not belong to the optimizer's parameters. Nothing is loaded in that case.
         """
-        k = self._number_of(optimizer)
+        k = self.number_of(optimizer)
         check_optimizer_state(optimizer, state, f"optimizer {k}, a {type(optimizer).__name__}")
         here = [number for number, p in enumerate(parameters_of(optimizer)) if not p.is_meta]
         self.load_here(optimizer, {**state, "state": part_of(state["state"], here)})
-        for remote, numbers in zip(self._remotes, self.numbers, strict=True):
+        for remote, numbers in zip(self.remotes, self.numbers, strict=True):
             own = part_of(state["state"], numbers[k])
             states = tree_map_only(Tensor, self._where_stored, own)
             remote.ask(StageCommands.place, Part(PartKind.OPTIMIZER, k), states).wait()
@@ -337,8 +269,8 @@ class PipelineOptimizers:
 
     def load_here(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load the states of parameters on the driver."""
-        if self._shared_steps is not None:
-            state = {**state, "state": self._shared_steps.own_part(optimizer, state["state"])}
+        if self.shared_steps is not None:
+            state = {**state, "state": self.shared_steps.own_part(optimizer, state["state"])}
         type(optimizer).load_state_dict(optimizer, state)
 
     def take_back(self, k: int, states: Mapping[int, Any]) -> None:

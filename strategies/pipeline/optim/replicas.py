@@ -30,9 +30,9 @@ from strategies.common.waiting import Wait, wait_here
 from strategies.launch.session import Peers
 from strategies.optim.calls import runs_own_code
 from strategies.optim.restricted import parameters_of
+from strategies.sharding.divided_optimizers import Ownership
 from strategies.sharding.gathered_layers import is_part
 from strategies.sharding.gathered_states import gather_states
-from strategies.sharding.ownership import Ownership
 from strategies.sharding.reducer import LAG
 from strategies.sharding.transfer import InFlight
 

@@ -19,6 +19,7 @@ from strategies.common.torch_compat import num_rpc_sessions_begun, rpc_is_initia
 from strategies.launch.private_rpc import PrivateRpc
 from strategies.launch.session import Session
 from strategies.optim.restricted import parameters_of
+from strategies.pipeline.optim.clipping import clip_grad_norm
 from strategies.pipeline.pipe.local_engine import LocalEngine
 from strategies.pipeline.pipe.rpc_partitions import RpcPartitions
 from strategies.pipeline.pipe.with_device import WithDevice, layers_of, partitions_of
@@ -152,7 +153,7 @@ class Pipe(nn.Module):
             The norm before clipping, a scalar.
         """
         if isinstance(self._engine, RpcPartitions):
-            return self._engine.followed.optimizers.clip_grad_norm(optimizer, max_norm, norm_type)
+            return clip_grad_norm(self._engine.followed.optimizers, optimizer, max_norm, norm_type)
         return nn.utils.clip_grad_norm_(parameters_of(optimizer), max_norm, norm_type)
 
     def _parts(self) -> list[Any]:

@@ -28,9 +28,10 @@ from strategies.common.activity import Activity
 from strategies.common.random_seeds import RandomStateKeeper
 from strategies.common.stage_layers import StageLayers
 from strategies.common.torch_compat import rpc_is_initialized
-from strategies.pipeline.control.client import Failures, NotCopyable, RemoteStage, StageProcess
+from strategies.pipeline.control.client import Failures, NotCopyable, RemoteStage
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.control.hanging_stages import Watch
+from strategies.pipeline.control.lost_workers import StageProcess
 from strategies.pipeline.executor.executor import Executor, FillDrain, PipelineParts
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.pipe.followed import FollowedOptimizers

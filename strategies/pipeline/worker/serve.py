@@ -126,7 +126,7 @@ def _serve(
         RuntimeError: If the driver has died. A slow driver does not break the connection.
     """
     torch.set_num_threads(session.threads)
-    stage = world.stage_of(world.rank) - 1
+    stage = world.place_of(world.rank) - 1
     if supervisor:
         store.set(supervisor_key(world.rank), json.dumps([socket.gethostname(), supervisor]))
     store.set(ready_key(call, stage), json.dumps([socket.gethostname(), os.getpid(), slots]))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from strategies import DDPStrategy, Recovery, RPCSequentialStrategy, ZeROStrategy
-from strategies.checkpoint.store import is_sharded, load_sharded, sharded_tensors
+from strategies.checkpoint.save_and_load import is_sharded, load_sharded, sharded_tensors
 from tests.faults.simulator.cases import ANY_MOMENT, NUM_BATCHES, SANITY, SAVE_EVERY, TWO_HOSTS, Case, Fault, Shape
 from tests.faults.simulator.launched import train_in_ranks
 from tests.faults.simulator.oracle import Error, Outcome, Results

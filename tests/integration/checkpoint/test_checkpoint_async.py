@@ -15,7 +15,7 @@ from pytorch_lightning import Callback
 from pytorch_lightning.callbacks import ModelCheckpoint
 
 from strategies import DDPStrategy
-from strategies.checkpoint import store
+from strategies.checkpoint import save_and_load
 from strategies.lightning.checkpoints import AtomicCheckpointIO
 
 
@@ -55,7 +55,9 @@ def contents(folder: Path) -> dict[str, Any]:
     found = {}
     for path in folder.glob("*.ckpt"):
         found[path.name] = (
-            store.load_sharded(path)[0] if store.is_sharded(path) else torch.load(path, weights_only=True)
+            save_and_load.load_sharded(path)[0]
+            if save_and_load.is_sharded(path)
+            else torch.load(path, weights_only=True)
         )
         found[path.name].pop("callbacks")  # has the paths
     return found

@@ -15,7 +15,7 @@ from harness import run
 from paths import PYTHONPATH
 from undisturbed import until_undisturbed
 
-from strategies.checkpoint import store
+from strategies.checkpoint import save_and_load
 from strategies.lightning.checkpoints import AtomicCheckpointIO
 
 TENSORS = 24
@@ -27,8 +27,8 @@ def saved(version: int) -> dict[str, Any]:
 
 
 def save_in_parts(path: Path, checkpoint: dict[str, Any]) -> None:
-    tensors = list(store.sharded_tensors(checkpoint).items())
-    with store.writing_shards(checkpoint, path) as shards:
+    tensors = list(save_and_load.sharded_tensors(checkpoint).items())
+    with save_and_load.writing_shards(checkpoint, path) as shards:
         write_shards(shards, [dict(tensors[: TENSORS // 2]), dict(tensors[TENSORS // 2 :])])
 
 
@@ -76,7 +76,7 @@ def killed_at_random(in_parts: bool) -> list[int]:
     for _ in range(25):
         print(versions[-1] + 1, moments.uniform(0.0, 0.3), file=forks.stdin, flush=True)
         assert forks.stdout.readline() == "killed\n"
-        checkpoint = store.load_sharded(path)[0] if in_parts else torch.load(path, weights_only=True)
+        checkpoint = save_and_load.load_sharded(path)[0] if in_parts else torch.load(path, weights_only=True)
         versions.append(checkpoint["version"])
         assert len(checkpoint["state_dict"]) == TENSORS
         assert all(torch.equal(v, torch.full_like(v, versions[-1])) for v in checkpoint["state_dict"].values())
@@ -141,9 +141,9 @@ def killed_within_a_save(kind: str, moment: float) -> tuple[bool, dict[str, Any]
     is_within = bool(list(Path().glob(".*.part"))) or len(list(Path("last.ckpt").glob("shards-*"))) == 2
     checkpoints = {}
     for name in ("last.ckpt", "good.ckpt")[: 1 if kind == "async" else 2]:  # the other one may just be being written
-        sharded = store.is_sharded(Path(name))
+        sharded = save_and_load.is_sharded(Path(name))
         assert sharded == (kind == "sharded")
-        checkpoint = store.load_sharded(Path(name))[0] if sharded else torch.load(name, weights_only=True)
+        checkpoint = save_and_load.load_sharded(Path(name))[0] if sharded else torch.load(name, weights_only=True)
         assert checkpoint["state_dict"]["large"].numel() == 3_000_000 and len(
             checkpoint["optimizer_states"][0]["state"]
         )

@@ -11,7 +11,7 @@ from parity import alike
 from torch import nn
 
 from strategies import DDPStrategy, ZeROStrategy
-from strategies.checkpoint import store
+from strategies.checkpoint import save_and_load
 from strategies.optim.restricted import check_optimizer_states, in_order, parameters_of, part_of, restricted
 
 
@@ -59,7 +59,9 @@ def counted() -> dict[str, Any]:
     for epochs, (kind, setting) in enumerate(settings.items(), start=1):
         fit(setting, epochs, make=Model, ckpt_path=before, callbacks=[Saves(kind)])
         before = Path(kind)
-        checkpoint = store.load_sharded(before)[0] if kind == "sharded" else torch.load(before, weights_only=True)
+        checkpoint = (
+            save_and_load.load_sharded(before)[0] if kind == "sharded" else torch.load(before, weights_only=True)
+        )
         seen[kind] = checkpoint["optimizer_states"][0]["state"]
     torch.distributed.destroy_process_group()
     seen["plain"] = fit(single(), 4, make=Model)["optimizer"]["state"]

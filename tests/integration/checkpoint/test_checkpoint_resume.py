@@ -17,7 +17,7 @@ from parity_scaler import Exact
 from pytorch_lightning import Callback
 from scripts import Script
 
-from strategies.checkpoint import store
+from strategies.checkpoint import save_and_load
 
 LOADS_WITHOUT_RELAY = """
 import sys
@@ -86,7 +86,7 @@ def signature(value: Any) -> Any:
 def check_checkpoints(folder: Path) -> None:
     paths = sorted(folder.glob("*.ckpt"))
     checkpoints = {
-        path.stem: store.load_sharded(path)[0] if path.is_dir() else torch.load(path, weights_only=True)
+        path.stem: save_and_load.load_sharded(path)[0] if path.is_dir() else torch.load(path, weights_only=True)
         for path in paths
     }
     whole = checkpoints.pop("whole")

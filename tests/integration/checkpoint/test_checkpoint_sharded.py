@@ -16,7 +16,7 @@ from paths import PYTHONPATH
 from pytorch_lightning.callbacks import ModelCheckpoint
 
 from strategies import DDPStrategy
-from strategies.checkpoint import store
+from strategies.checkpoint import save_and_load
 from strategies.checkpoint.consolidate import consolidate
 from strategies.lightning.checkpoints import AtomicCheckpointIO
 from trainer import Trainer
@@ -63,11 +63,11 @@ def in_parts() -> dict[str, Any]:
     seen["kept"] = (
         sorted(os.listdir("kept")),
         Path(kept.last_model_path).name,
-        store.is_sharded(Path("kept/last.ckpt")),
+        save_and_load.is_sharded(Path("kept/last.ckpt")),
     )
 
     fit(pipeline(2, **SHARDED), 1, make=Drops, callbacks=[Saves("dropped")])
-    seen["dropped"] = sorted(store.load_sharded(Path("dropped"))[0]["state_dict"])
+    seen["dropped"] = sorted(save_and_load.load_sharded(Path("dropped"))[0]["state_dict"])
     with pytest.raises(ValueError, match=r"directories of this machine only, got memory://a"):
         fit(pipeline(2, **SHARDED), 1, callbacks=[Saves("memory://a")])
 
@@ -92,7 +92,7 @@ def consolidated() -> tuple[float, bool]:
     """What consolidating 128 MiB takes on top, in MiB, and whether the file is right."""
     for path, numel in (Path("small"), 4), (Path("large"), 2**21):
         tensors = {str(k): torch.full((numel,), float(k), dtype=torch.float64) for k in range(8)}
-        store.save_sharded({"state_dict": tensors}, path)
+        save_and_load.save_sharded({"state_dict": tensors}, path)
         del tensors
         Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now
         before = procfs.own_memory_bytes("VmRSS")

@@ -14,7 +14,7 @@ from parity import alike, on_cpus
 from pytorch_lightning import Callback
 from torch import Tensor, nn
 
-from strategies.checkpoint import store
+from strategies.checkpoint import save_and_load
 
 KIND = {"full": {}, "sharded": {"state_dict_type": "sharded"}}
 
@@ -81,7 +81,9 @@ def save_by_hand(trainer: Any, path: str) -> None:
 
 
 def load(path: Path) -> Any:
-    return store.load_sharded(path)[0] if store.is_sharded(path) else torch.load(path, weights_only=False)
+    return (
+        save_and_load.load_sharded(path)[0] if save_and_load.is_sharded(path) else torch.load(path, weights_only=False)
+    )
 
 
 def odd_models() -> dict[str, Any]:

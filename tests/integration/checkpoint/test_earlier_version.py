@@ -12,7 +12,7 @@ from parity import alike
 from paths import TESTS
 from scripts import Script
 
-from strategies.checkpoint.store import load_sharded
+from strategies.checkpoint.save_and_load import load_sharded
 
 ARCHIVE = TESTS / "data/checkpoints_254e2d3.zip"
 """For each kind the checkpoint after one epoch, and as ``.pt`` what the version came to in the next one."""

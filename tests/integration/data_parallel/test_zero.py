@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from strategies import StrategyPlugin, ZeROStrategy
-from strategies.checkpoint import store
+from strategies.checkpoint import save_and_load
 from trainer import Trainer
 
 # With two ranks there is one order to add their gradients in. With three, float64 shows that nothing else differs;
@@ -281,7 +281,7 @@ def chain() -> list[dict[str, Any]]:
         torch.set_num_threads(1)
         for start in (files[number], None):
             zero_job.resumed(1, SingleDeviceStrategy("cpu"), number + 1, start, files[-1] if start else files[0])
-        assert [store.is_sharded(file) for file in files[1 : number + 1]] == forms
+        assert [save_and_load.is_sharded(file) for file in files[1 : number + 1]] == forms
         return [torch.load(file, weights_only=True) for file in (files[-1], files[0])]
 
 

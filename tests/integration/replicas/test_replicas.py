@@ -15,7 +15,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from scripts import Script
 
 from strategies import RPCSequentialStrategy
-from strategies.checkpoint import store
+from strategies.checkpoint import save_and_load
 from trainer import Trainer
 
 pytestmark = pytest.mark.timeout(300)
@@ -58,7 +58,7 @@ def launch() -> dict[str, Any]:
         seen["checkpoints"] = {file.stem: torch.load(file, weights_only=True) for file in Path(folder).glob("*.ckpt")}
         seen["resumed"] = {
             "full": torch.load(Path(folder) / "2 full", weights_only=True),
-            "sharded": store.load_sharded(Path(folder) / "2 sharded")[0],
+            "sharded": save_and_load.load_sharded(Path(folder) / "2 sharded")[0],
         }
         return seen
 

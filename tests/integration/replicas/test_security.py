@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.utils.data import DataLoader
 
 from strategies import DDPStrategy, RPCSequentialStrategy, ZeROStrategy
-from strategies.checkpoint import consolidate, store
+from strategies.checkpoint import consolidate, save_and_load
 from trainer import Trainer
 from trainer.cli import main
 from trainer.resume.loader import Resumption, TrackedLoader
@@ -112,7 +112,7 @@ def in_a_file(path: Path) -> None:
 
 
 def in_parts(path: Path, **more: Any) -> None:
-    store.save_sharded({"state_dict": {"weight": torch.ones(2)}, "more": Runs(), **more}, path)
+    save_and_load.save_sharded({"state_dict": {"weight": torch.ones(2)}, "more": Runs(), **more}, path)
 
 
 def ran() -> bool:
@@ -178,7 +178,7 @@ def test_nothing_in_a_part_is_run(folder: Path) -> None:
     """Not even where the checkpoint itself is trusted: torch writes nothing but tensors there."""
     in_parts(path := folder / "a.ckpt", more=None)
     (part,) = path.rglob("*.distcp")
-    metadata, file = store.ShardReader(part.parent).read_metadata(), part.parent / ".metadata"
+    metadata, file = save_and_load.ShardReader(part.parent).read_metadata(), part.parent / ".metadata"
     metadata.storage_meta, buffer = None, io.BytesIO()
     torch.save(Runs(), buffer)
     part.write_bytes(buffer.getvalue())
@@ -186,12 +186,12 @@ def test_nothing_in_a_part_is_run(folder: Path) -> None:
         place.offset, place.length = 0, len(buffer.getvalue())
     file.write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointException) as raised:
-        store.load_sharded(path, weights_only=False)
+        save_and_load.load_sharded(path, weights_only=False)
     assert "GLOBAL posix.mkdir whose module posix is blocked" in str(raised.value.failures[0][0])
     metadata.state_dict_metadata["state_dict.weight"] = BytesStorageMetadata()  # which torch would unpickle
     file.write_bytes(pickle.dumps(metadata))
     with pytest.raises(RuntimeError, match=r"names torch.distributed.checkpoint.metadata.BytesStorageMetadata, which"):
-        store.load_sharded(path, weights_only=False)
+        save_and_load.load_sharded(path, weights_only=False)
     assert not ran()
 
 

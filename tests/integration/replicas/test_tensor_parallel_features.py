@@ -15,7 +15,7 @@ from pytorch_lightning.strategies import SingleDeviceStrategy
 from scripts import Script
 
 from strategies import RPCSequentialStrategy
-from strategies.checkpoint.store import load_sharded
+from strategies.checkpoint.save_and_load import load_sharded
 
 EXACT = 1e-9
 

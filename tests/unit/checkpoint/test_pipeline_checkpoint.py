@@ -16,9 +16,9 @@ from parity import alike
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
+from strategies.checkpoint.background import snapshot
 from strategies.checkpoint.pipeline_checkpoint import StageStates
-from strategies.checkpoint.store import load_sharded, sharded_tensors
-from strategies.checkpoint.writer import snapshot
+from strategies.checkpoint.save_and_load import load_sharded, sharded_tensors
 from strategies.common.activity import Activity
 from strategies.common.errors import WorkerLost
 from strategies.pipeline.control import shelf

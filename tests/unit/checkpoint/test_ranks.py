@@ -13,10 +13,10 @@ import torch.distributed as dist
 from parity import alike
 from torch import nn
 
-from strategies.checkpoint import store
+from strategies.checkpoint import save_and_load
 from strategies.checkpoint.ranks import RankStates, own_tensors, save_over_ranks
 from strategies.launch.session import join_group
-from strategies.sharding.ownership import Ownership
+from strategies.sharding.divided_optimizers import Ownership
 
 
 @pytest.fixture
@@ -47,10 +47,10 @@ def test_saved_and_loaded(group: Any, tmp_path: Path) -> None:
     alike(states.state_dict(optimizer, values=False), optimizer.state_dict(), tolerance=0.0)
     checkpoint, path = checkpoint_of(model, optimizer), tmp_path / "a.ckpt"
     own = own_tensors(checkpoint, [], group)
-    assert own.keys() == store.sharded_tensors(checkpoint).keys()
+    assert own.keys() == save_and_load.sharded_tensors(checkpoint).keys()
     save_over_ranks(checkpoint, path, own, group)
-    alike(store.load_sharded(path)[0], checkpoint, tolerance=0.0)
-    bare, shards = store.load_sharded(path, ["state_dict"])
+    alike(save_and_load.load_sharded(path)[0], checkpoint, tolerance=0.0)
+    bare, shards = save_and_load.load_sharded(path, ["state_dict"])
     _, other = trained()
     for state in other.state.values():
         state["exp_avg"].zero_()
@@ -113,7 +113,7 @@ def test_what_cannot_be_saved(group: Any, tmp_path: Path) -> None:
     own["state_dict.more"] = torch.ones(1)
     with pytest.raises(RuntimeError, match=r"only rank 0 has \['state_dict.bias'\], only other ranks .*_dict.more"):
         save_over_ranks({**checkpoint, "epoch": 4}, path, own, group)
-    assert store.load_sharded(path)[0]["epoch"] == 3 and len(os.listdir(path)) == 2
+    assert save_and_load.load_sharded(path)[0]["epoch"] == 3 and len(os.listdir(path)) == 2
     (tmp_path / "file").touch()
     with pytest.raises(RuntimeError, match=r"could not be saved: rank 0: (NotADirectory|FileExists)Error"):
         save_over_ranks(checkpoint, tmp_path / "file" / "a.ckpt", own, group)

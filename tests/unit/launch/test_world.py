@@ -15,6 +15,6 @@ def test_ranks_of_two_pipelines_of_three_stages_on_hosts_of_two_ranks(rank: int,
 def test_ranks_of_a_stage_that_divide_its_layers_follow_each_other() -> None:
     worlds = [World("127.0.0.1", 1, rank, 12, num_stages=3, num_local=6, num_parts=2) for rank in range(12)]
     assert [world.pipeline_of(world.rank) for world in worlds] == [0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3]
-    assert [world.stage_of(world.rank) for world in worlds] == [0, 0, 1, 1, 2, 2] * 2
+    assert [world.place_of(world.rank) for world in worlds] == [0, 0, 1, 1, 2, 2] * 2
     assert [world.rank for world in worlds if world.is_driver] == [0, 1, 6, 7]
     assert worlds[9].driver == 7 and worlds[9].workers == [9, 11]

@@ -18,7 +18,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from strategies import DDPStrategy, RPCSequentialStrategy, ZeROStrategy
-from strategies.checkpoint.writer import BackgroundWriter
+from strategies.checkpoint.background import BackgroundWriter
 from strategies.lightning.checkpoints import AtomicCheckpointIO, check_links, wait_before_naming
 
 

@@ -6,7 +6,7 @@ import pytest
 import pytorch_lightning as pl
 
 from strategies import DDPStrategy, RPCSequentialStrategy, StrategyPlugin, ZeROStrategy
-from strategies.checkpoint.writer import BackgroundWriter
+from strategies.checkpoint.background import BackgroundWriter
 from strategies.common.errors import WorkerLost
 from trainer import Trainer
 

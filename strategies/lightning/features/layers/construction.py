@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from strategies.checkpoint.references import InSafetensors, references_in_file, references_in_shards
-from strategies.checkpoint.store import load_sharded, read_tensors
+from strategies.checkpoint.save_and_load import load_sharded, read_tensors
 from strategies.common.transformers_compat import lazy_safetensors
 from strategies.common.trees import flat, with_tensors
 from strategies.lightning.compat import rank_zero_warn

@@ -39,6 +39,7 @@ from strategies.lightning.model_copies import averaging_callbacks, find_copies
 from strategies.lightning.options import Options
 from strategies.lightning.run import Preparation, Run
 from strategies.optim.trial import check_by_element
+from strategies.pipeline.optim.clipping import check_equal_gradients
 from strategies.pipeline.state.shelved import put_values
 from strategies.sharding.divided_layers import PlannedModel, TensorGroup, check_is_whole
 from strategies.sharding.single_rank import GroupSeconds, as_single_rank
@@ -163,7 +164,7 @@ class TensorParallel(Feature):
             nonlocal has_checked
             if not has_checked:
                 has_checked = True
-                run.pipeline.optimizers.check_equal_gradients()
+                check_equal_gradients(run.pipeline.optimizers)
 
         yield after_backward(run.precision, check)
         for callback in averaging_callbacks(run.trainer):

@@ -19,7 +19,7 @@ from pytorch_lightning.callbacks import (
 from scripts import Script
 from torch import Tensor, nn
 
-from strategies.checkpoint import store
+from strategies.checkpoint import save_and_load
 
 
 class Averaged(Small):
@@ -158,7 +158,7 @@ def test_averages_over_stages() -> None:
 
 def contents_of(path: Path) -> dict[str, Any]:
     """A checkpoint, without what differs between strategies and what names folders."""
-    content = store.load_sharded(path)[0] if path.is_dir() else torch.load(path, weights_only=True)
+    content = save_and_load.load_sharded(path)[0] if path.is_dir() else torch.load(path, weights_only=True)
     callbacks = {name: state for name, state in content["callbacks"].items() if "ModelCheckpoint" not in name}
     left_out = {name: content.pop(name, None) for name in ("relay", "loops")}
     return {**content, "callbacks": callbacks, "keys": sorted({*content, *left_out})}

@@ -20,8 +20,9 @@ from strategies.commands.failure import Failure
 from strategies.commands.host import AfterFailure
 from strategies.common.errors import PeerFailed, WorkerLost
 from strategies.pipeline.control import client
-from strategies.pipeline.control.client import Failures, InterruptibleWait, RemoteStage, StageProcess, leading
+from strategies.pipeline.control.client import Failures, InterruptibleWait, RemoteStage, leading
 from strategies.pipeline.control.commands import StageCommands
+from strategies.pipeline.control.lost_workers import StageProcess
 from strategies.pipeline.transport.channel import ORDERS_TAG, Receiver, Sender
 
 STAGE = "stage 0 (layers 0 to 1: Linear, ReLU)"
@@ -394,21 +395,6 @@ def test_a_process_whose_end_is_known_late(wire: Wire) -> None:
     wire.replies[-1].set_exception(RuntimeError("EOF: end of file"))
     with pytest.raises(WorkerLost, match="was killed by signal 9"):
         started.rescue()
-
-
-def test_a_process_that_cannot_be_reached() -> None:
-    cause = remote_stage().cause_of(RuntimeError(CLOSED))
-    assert isinstance(cause, WorkerLost) and str(cause).startswith(f"{STAGE}, process 7 on here, did not answer: EOF")
-
-
-@pytest.mark.parametrize("ended", [None, "was killed by signal 9"])
-def test_why_a_call_beside_the_commands_failed(ended: str | None) -> None:
-    remote, error = remote_stage(ended), RuntimeError("EOF: end of file")
-    cause = remote.cause_of(error)
-    if ended is None:
-        assert cause is error
-    else:
-        assert isinstance(cause, WorkerLost) and str(cause) == f"{STAGE}, process 7 on here, {ended}"
 
 
 def test_what_fails_in_a_context_is_explained_by_its_cause() -> None:

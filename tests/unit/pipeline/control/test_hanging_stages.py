@@ -13,8 +13,9 @@ import pytest
 from strategies.commands import host
 from strategies.common.activity import Activity, Progress, noted
 from strategies.pipeline.control import hanging_stages
-from strategies.pipeline.control.client import Failures, RemoteStage, StageProcess
+from strategies.pipeline.control.client import Failures, RemoteStage
 from strategies.pipeline.control.hanging_stages import Watch
+from strategies.pipeline.control.lost_workers import StageProcess
 
 TIMEOUT = 0.2
 LOOKS = hanging_stages._LOOKS

@@ -13,8 +13,9 @@ from strategies.commands.host import AfterFailure
 from strategies.common.errors import PeerFailed, WorkerLost
 from strategies.optim.calls import MethodCall
 from strategies.pipeline.control import client
-from strategies.pipeline.control.client import Failures, RemoteStage, StageProcess
+from strategies.pipeline.control.client import Failures, RemoteStage
 from strategies.pipeline.control.commands import StageCommands
+from strategies.pipeline.control.lost_workers import StageProcess
 from strategies.pipeline.recovery.log import Log
 from strategies.pipeline.recovery.repairs import Repair, Repairs, Replacement
 from strategies.pipeline.stage.layers import PassContext

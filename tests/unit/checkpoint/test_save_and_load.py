@@ -14,7 +14,7 @@ from parity import alike
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 
-from strategies.checkpoint import store
+from strategies.checkpoint import save_and_load
 from strategies.checkpoint.consolidate import main
 from strategies.lightning.checkpoints import AtomicCheckpointIO
 
@@ -29,10 +29,10 @@ def write(path: Path) -> dict[str, Any]:
     state: Any = model.state_dict()
     state["empty"] = torch.zeros(0, 3)
     checkpoint = {"state_dict": state, "optimizer_states": [optimizer.state_dict()], "epoch": 3, "other": torch.ones(2)}
-    tensors = list(store.sharded_tensors(checkpoint).items())
+    tensors = list(save_and_load.sharded_tensors(checkpoint).items())
     parts = [dict(tensors[::2]), dict(tensors[1::2])]
     bare = [{name: torch.empty_like(tensor, device="meta") for name, tensor in part.items()} for part in parts]
-    with store.writing_shards(checkpoint, path) as shards:
+    with save_and_load.writing_shards(checkpoint, path) as shards:
         write_shards(shards, parts, bare)
     return checkpoint
 
@@ -74,7 +74,7 @@ def test_a_file_in_its_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_full_disk_is_named_with_the_checkpoint(sharded: bool, tmp_path: Path) -> None:
     """At whatever byte it is full: what was there before stays, and nothing else is left."""
-    save = store.save_sharded if sharded else store.save_file
+    save = save_and_load.save_sharded if sharded else save_and_load.save_file
     path, checkpoint = tmp_path / "a.ckpt", {"state_dict": {f"{k}": torch.ones(9, 9) for k in range(9)}}
     save(checkpoint, path)
     before = sorted(path.rglob("*"))
@@ -92,14 +92,14 @@ def test_a_full_disk_is_named_with_the_checkpoint(sharded: bool, tmp_path: Path)
 @pytest.mark.parametrize("name", ["", "meta.pt", ".metadata"])
 def test_a_file_that_is_cut_off_is_named(name: str, share: float, tmp_path: Path) -> None:
     path, checkpoint = tmp_path / "a.ckpt", {"state_dict": {f"{k}": torch.ones(9, 9) for k in range(9)}}
-    (store.save_sharded if name else store.save_file)(checkpoint, path)
+    (save_and_load.save_sharded if name else save_and_load.save_file)(checkpoint, path)
     (file,) = path.rglob(name) if name else [path]
     os.truncate(file, int(share * file.stat().st_size))
     with pytest.raises(
         RuntimeError, match=rf"the checkpoint {path}.* is incomplete, and nothing of it has been loaded"
     ):
         if name:
-            store.load_sharded(path)
+            save_and_load.load_sharded(path)
         else:
             AtomicCheckpointIO().load_checkpoint(path)
 
@@ -111,7 +111,7 @@ def test_what_is_not_whole_is_not_loaded(tmp_path: Path, capsys: pytest.CaptureF
     for broken in (b"", content[:-1]):
         file.write_bytes(broken)
         with pytest.raises(RuntimeError, match=r"too short: __1_0.distcp, written by process 1\).*state_dict.0.b"):
-            store.load_sharded(path)
+            save_and_load.load_sharded(path)
     file.unlink()
     with pytest.raises(SystemExit):
         main([str(path), str(tmp_path / "out.ckpt")])
@@ -122,7 +122,7 @@ def test_what_is_not_whole_is_not_loaded(tmp_path: Path, capsys: pytest.CaptureF
     bare["state_dict"]["more"] = bare["state_dict"].pop("0.weight")
     torch.save(bare, path / "meta.pt")
     with pytest.raises(RuntimeError, match=r"missing \['state_dict.more'\], unexpected \['state_dict.0.weight'\]"):
-        store.load_sharded(path)
+        save_and_load.load_sharded(path)
 
 
 class Runs:
@@ -145,7 +145,7 @@ def test_nothing_in_it_is_run(
             main([str(path), "out.ckpt", "--trust"])
         assert told in capsys.readouterr().err
     with pytest.raises(CheckpointException, match=r"holds a dict, not metadata"):
-        store.read_tensors(metadata.parent, {"state_dict.empty": torch.empty(0, 3, device="meta")})
+        save_and_load.read_tensors(metadata.parent, {"state_dict.empty": torch.empty(0, 3, device="meta")})
     assert os.listdir(tmp_path) == ["a.ckpt"]
 
 
@@ -158,4 +158,4 @@ def test_its_tensors_are_in_it(tmp_path: Path, name: str) -> None:
     with pytest.raises(
         RuntimeError, match=f"names '{name}' as the directory of its tensors, which is not a subdirectory"
     ):
-        store.load_sharded(path)
+        save_and_load.load_sharded(path)

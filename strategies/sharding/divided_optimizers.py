@@ -1,4 +1,4 @@
-"""Ownership of parameters: each rank steps its share of every optimizer's parameters, and has only their states.
+"""Optimizers divided over ranks: each rank steps its share of every optimizer's parameters, and has only their states.
 
 Outside of a step, the groups of an optimizer are whole, as schedulers and training loops expect. Within a step, the
 groups contain only the parameters of this rank.

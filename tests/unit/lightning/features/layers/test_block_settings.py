@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
-from strategies.lightning.features.layers.hugging_face import warn_of_router_loss
+from strategies.lightning.features.layers.block_settings import warn_of_router_loss
 from strategies.pipeline.executor.settings import Settings
 
 

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from strategies.checkpoint.writer import BackgroundWriter, Writer, snapshot
+from strategies.checkpoint.background import BackgroundWriter, Writer, snapshot
 
 
 def test_a_snapshot_is_a_copy_that_shares_what_was_shared() -> None:

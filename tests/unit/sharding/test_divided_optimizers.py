@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from strategies.sharding.bucket import form_buckets
-from strategies.sharding.ownership import Ownership, assign_owners
+from strategies.sharding.divided_optimizers import Ownership, assign_owners
 
 SIZES = st.lists(st.integers(1, 1000), max_size=40)
 
