@@ -19,6 +19,7 @@ import torch
 from harness import OWN_SERVER, run
 from paths import environment
 from scripts import Script
+from slurm_variables import variables_of_tasks
 
 SECONDS = 420
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
@@ -75,25 +76,7 @@ def test_workers_on_several_hosts() -> None:
 
 def slurm(how: str) -> tuple[list[int], str]:
     job = partial(Script, rank_recovery_job.__file__, "results.pt", how, num_copies=0, **OUTPUT)
-    return ended([job(more_environment={**own, "PYTHONWARNINGS": "ignore"}) for own in of_slurm()])
-
-
-def of_slurm() -> list[dict[str, str]]:
-    """The variables that ``srun`` gives to three tasks on one node."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    common = {
-        "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NAME": "relay",
-        "SLURM_NTASKS": "3",
-        "SLURM_NTASKS_PER_NODE": "3",
-        "SLURM_NNODES": "1",
-        "SLURM_NODEID": "0",
-        "SLURM_NODELIST": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
-    return [{**common, "SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)} for i in range(3)]
+    return ended([job(more_environment={**own, "PYTHONWARNINGS": "ignore"}) for own in variables_of_tasks(3)])
 
 
 def many() -> Any:

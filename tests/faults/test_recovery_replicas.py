@@ -6,6 +6,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import recovery_replicas_job
 from harness import OWN_SERVER, run
 from paths import environment
 from scripts import Script
+from slurm_variables import variables_of_tasks
 
 EVERY_DAY = ("gpipe", "keeps output", "divided", "reduced", "parts", "parameters")
 
@@ -62,12 +65,21 @@ def launch_by_torchrun(name: str) -> list[Any]:
         return results(folder)
 
 
+def launch_by_slurm(name: str) -> list[Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        job = partial(Script, recovery_replicas_job.__file__, folder, name, num_copies=0)
+        tasks = [job(more_environment={**own, "PYTHONWARNINGS": "ignore"}) for own in variables_of_tasks(4)]
+        assert [task.wait(timeout=280) for task in tasks] == [0] * 4
+        return results(folder)
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("launch", [launch_by_torchrun, launch_by_slurm])
 @pytest.mark.parametrize("name", recovery_replicas_job.LAUNCHED)
-def test_pipelines_of_torchrun(name: str) -> None:
+def test_pipelines_of_launched_ranks(name: str, launch: Callable[[str], list[Any]]) -> None:
     """With a loss in each pipeline, and two at once."""
-    found = run(launch_by_torchrun, name, timeout_seconds=290, allow=["tmp"], env=OWN_SERVER)
+    found = run(launch, name, timeout_seconds=290, allow=["tmp"], env=OWN_SERVER)
     assert len(found) == 2
     for ((differing, repairs),) in found:
         assert differing == [] and len(repairs) >= 2

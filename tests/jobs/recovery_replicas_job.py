@@ -285,7 +285,7 @@ LAUNCHED: dict[str, Case] = {
     )
     for name, options in {"launched": {"options": {"zero_stage": 1}}, "launched, parts": PARTS}.items()
 }
-"""Fits of ranks of torchrun."""
+"""Fits of ranks of torchrun and SLURM."""
 
 FOUND: dict[str, Any] = {"recovery": Recovery(verify_every_n_steps=1)}
 ENDS: dict[str, tuple[type[Net], dict[str, Any]]] = {
@@ -307,8 +307,10 @@ EVALUATIONS: dict[str, dict[str, Any]] = {
 
 
 def main(folder: Path, name: str) -> None:
-    rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank for each stage; those that divide a stage follow each other
+    rank = int(os.environ.get("SLURM_LOCALID") or os.environ.get("LOCAL_RANK", "0"))
+    if {"TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"} & {
+        *os.environ
+    }:  # a rank for each stage; those that divide a stage follow each other
         rank = rank % 2 if "parts" in name else rank // STAGES
     place = folder / f"pipeline-{rank}"
     place.mkdir(exist_ok=True)

@@ -18,6 +18,7 @@ from paths import environment
 from pytorch_lightning.strategies import SingleDeviceStrategy
 from replicas_job import Net, fit
 from scripts import Script
+from slurm_variables import variables_of_tasks
 
 SECONDS = 280
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -48,33 +49,10 @@ def start_torchrun(commands: Sequence[Sequence[str]], layout: str, num_nodes: in
 
 def start_slurm(layout: str, num_nodes: int) -> list[Any]:
     """The same as ``srun``, which starts each task with these variables."""
-    port, num_ranks = free_port(), launched_job.num_ranks(layout)
-    of_node = num_ranks // num_nodes
-    return [
-        Script(
-            launched_job.__file__,
-            "results.pt",
-            layout,
-            str(num_nodes),
-            num_copies=0,
-            more_environment={
-                "SLURM_JOB_ID": "7",
-                "SLURM_JOB_NAME": "relay",
-                "SLURM_NTASKS": str(num_ranks),
-                "SLURM_NTASKS_PER_NODE": str(of_node),
-                "SLURM_NNODES": str(num_nodes),
-                "SLURM_PROCID": str(i),
-                "SLURM_LOCALID": str(i % of_node),
-                "SLURM_NODEID": str(i // of_node),
-                "SLURM_NODELIST": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "PYTHONWARNINGS": "ignore",
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for i in range(num_ranks)
-    ]
+    start = partial(Script, launched_job.__file__, "results.pt", layout, str(num_nodes), num_copies=0)
+    start = partial(start, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    tasks = variables_of_tasks(launched_job.num_ranks(layout), num_nodes)
+    return [start(more_environment={**own, "PYTHONWARNINGS": "ignore"}) for own in tasks]
 
 
 def finish(jobs: Sequence[Any]) -> str:
