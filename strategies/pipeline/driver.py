@@ -39,7 +39,7 @@ from strategies.launch.session import Peers, environment_variables, join_data_pl
 from strategies.launch.workers import Workers, share_of_threads
 from strategies.optim.restricted import numbers_of, parameters_of
 from strategies.optim.trial import check_divisible
-from strategies.pipeline.construction.recording import Construction
+from strategies.pipeline.construction.without_memory import Construction
 from strategies.pipeline.control.batch_recording import BatchRecording
 from strategies.pipeline.control.client import (
     Failures,

@@ -126,7 +126,7 @@ ELSEWHERE: dict[str, list[str]] = {
     "strategies/optim/small_copies.py": ["unit/optim/test_trial.py", "unit/optim/test_costs.py"],
     "strategies/optim/trial_process.py": ["unit/optim/test_trial.py"],
     "strategies/pipeline/construction/initialise.py": ["integration/models/test_configure_model.py"],
-    "strategies/pipeline/construction/recipe.py": ["unit/pipeline/construction/test_recording.py"],
+    "strategies/pipeline/construction/recipe.py": ["unit/pipeline/construction/test_without_memory.py"],
     "strategies/pipeline/construction/stored.py": [
         "unit/checkpoint/test_references.py",
         "integration/models/test_configure_model.py",
