@@ -277,7 +277,7 @@ class Pipeline(NotCopyable):
         return self._usable().fill_drain(input)
 
     def _run_blocks(self, value: PlannedCalls, find_rows: FindRows, list_number: int) -> Any:
-        """Run the recorded block calls of one micro-batch, or those of a whole batch, which is split if possible."""
+        """Run the deferred block calls of one micro-batch, or those of a whole batch, which is split if possible."""
         if not self._bypass.has_run:
             self._bypass.note_call()
         running = self._usable()

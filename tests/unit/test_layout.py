@@ -168,7 +168,9 @@ ELSEWHERE: dict[str, list[str]] = {
     "strategies/pipeline/partition/blocks/calls.py": ["unit/pipeline/partition/blocks/test_deferred_blocks.py"],
     "strategies/pipeline/partition/blocks/expected.py": ["unit/pipeline/partition/blocks/test_deferred_blocks.py"],
     "strategies/pipeline/partition/blocks/output.py": ["unit/pipeline/partition/blocks/test_deferred_blocks.py"],
-    "strategies/pipeline/partition/blocks/recording.py": ["unit/pipeline/partition/blocks/test_deferred_blocks.py"],
+    "strategies/pipeline/partition/blocks/deferred_calls.py": [
+        "unit/pipeline/partition/blocks/test_deferred_blocks.py"
+    ],
     "strategies/pipeline/pipe/followed.py": ["integration/pipe/test_pipe_rpc.py"],
     "strategies/pipeline/pipe/rpc_partitions.py": ["integration/pipe/test_pipe_rpc.py"],
     "strategies/pipeline/pipe/with_device.py": ["integration/pipe/test_pipe_rpc.py", "unit/pipeline/pipe/test_pipe.py"],
