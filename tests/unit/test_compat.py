@@ -103,7 +103,7 @@ _IN_TORCH_COMPAT = {
     "torch.nn.modules.batchnorm._NormBase": "find layers with running statistics",
     "torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX": "find the extra states in a state dict",
     "torch.nn.modules.module._has_any_global_hook": "tell whether a layer runs torch's code only",
-    "torch.utils._python_dispatch.TorchDispatchMode": "record operations on the values of workers",
+    "torch.utils._python_dispatch.TorchDispatchMode": "find the operations on values of workers",
     **{
         f"torch.utils._pytree.{name}": "walk through nested structures of tensors"
         for name in (
