@@ -255,11 +255,11 @@ ELSEWHERE: dict[str, list[str]] = {
         "unit/trainer/verification/test_certificate.py",
         "integration/trainer/test_verify.py",
     ],
-    "trainer/verification/record.py": [
+    "trainer/verification/observed_run.py": [
         "unit/trainer/verification/test_compare.py",
         "integration/trainer/test_verify.py",
     ],
-    "trainer/verification/recorder.py": [
+    "trainer/verification/observer.py": [
         "unit/trainer/verification/test_certificate.py",
         "integration/trainer/test_verify.py",
     ],
