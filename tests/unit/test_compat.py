@@ -193,9 +193,9 @@ _IN_LIGHTNING_COMPAT = {
     f"{_LIGHTNING}.callbacks.ModelSummary._max_depth": "show stages in the summary",
     f"{_LIGHTNING}.profilers.PyTorchProfiler._register": "label the modules of the driver in a trace",
     f"{_LIGHTNING}.profilers.PyTorchProfiler._record_module_names": "label the modules of the driver in a trace",
-    f"{_LIGHTNING}.profilers.PyTorchProfiler._emit_nvtx": "record traces of stages",
-    f"{_LIGHTNING}.profilers.PyTorchProfiler._export_to_chrome": "record traces of stages",
-    f"{_LIGHTNING}.profilers.PyTorchProfiler._profiler_kwargs": "record traces of stages",
+    f"{_LIGHTNING}.profilers.PyTorchProfiler._emit_nvtx": "make traces of stages",
+    f"{_LIGHTNING}.profilers.PyTorchProfiler._export_to_chrome": "make traces of stages",
+    f"{_LIGHTNING}.profilers.PyTorchProfiler._profiler_kwargs": "make traces of stages",
     f"{_LIGHTNING}.profilers.PyTorchProfiler._prepare_filename": "name the traces of stages",
     "jsonargparse._typehints.ActionTypeHint._typehint": "tell which type an argument expects",
 }

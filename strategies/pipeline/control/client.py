@@ -27,7 +27,7 @@ from strategies.commands.failure import Failure
 from strategies.commands.host import AfterFailure, follow, perform
 from strategies.common.errors import PeerFailed, WorkerLost, is_consequence
 from strategies.pipeline.control.commands import NamedParameters, StageCommands, meets_replicas
-from strategies.pipeline.transport.channel import Sender, unrecorded
+from strategies.pipeline.transport.channel import Sender, unprofiled
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -717,7 +717,7 @@ class RemoteStage(NotCopyable):
         """Make the stage follow orders on a link from now on."""
         self._link = link
         called = _Callee(self.process, self._lost, self.failures, self._replies)
-        reply: Any = unrecorded(rpc.rpc_async, self._name, follow, args=(self._host,), timeout=0)
+        reply: Any = unprofiled(rpc.rpc_async, self._name, follow, args=(self._host,), timeout=0)
         reply.add_done_callback(partial(self._settle, done=self._followed, called=called))
 
     def disconnect(self) -> None:
@@ -836,7 +836,7 @@ class RemoteStage(NotCopyable):
     def begin_beside(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call ``function(host, ...)`` in the present process of the stage; return a future of torch."""
         try:
-            return unrecorded(rpc.rpc_async, self._name, function, args=(self._host, *args), timeout=0)
+            return unprofiled(rpc.rpc_async, self._name, function, args=(self._host, *args), timeout=0)
         except RuntimeError as error:
             if self.cause_of(error) is error:
                 raise  # else RPC knows already that the process has ended
