@@ -846,7 +846,7 @@ class Pipeline(NotCopyable):
             origins: The origin of the state of each of these stages.
             threads: Number of threads with which each process computes.
             session: Ends what has been started.
-            failures: Records the failures of these workers.
+            failures: Notes the failures of these workers.
             client: Returns the client of a stage, given its number, and the RPC name, the host and the process of its
                 worker.
             taken: Called with the number and the client of a stage when its worker has the state.

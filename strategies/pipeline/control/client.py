@@ -122,7 +122,7 @@ class Failures:
                 current.raise_cause()
 
     def add(self, error: BaseException, *, consequence: bool) -> None:
-        """Record a failure, unless the session is over."""
+        """Note a failure, unless the session is over."""
         with self._lock:
             if self._successor is not None:
                 _drop_frames(error)
@@ -137,7 +137,7 @@ class Failures:
             self.first.set_result(None)
 
     def _add_raised(self, error: BaseException) -> bool:
-        """Record an error of the user's code, which ends with it; return ``False`` if the session is over."""
+        """Note an error of the user's code, which ends with it; return ``False`` if the session is over."""
         with self._lock:
             if self._successor is not None:
                 return False
@@ -149,7 +149,7 @@ class Failures:
         return self._successor is None
 
     def put_first(self, error: BaseException) -> None:
-        """Record an error that is raised in place of the failures so far."""
+        """Note an error that is raised in place of the failures so far."""
         with self._lock:
             self._found.insert(0, (error, False))
             self._interruption = None
@@ -372,7 +372,7 @@ class _Callee:
     Attributes:
         process: The process of the stage at the time of the call.
         lost: Done if this process has been given up.
-        failures: Records the failures of this process.
+        failures: Notes the failures of this process.
         replies: The replies of this process.
     """
 
@@ -624,7 +624,7 @@ class RemoteStage(NotCopyable):
         host: The ``RRef`` to the :class:`~strategies.commands.host.Host` of the stage.
         description: The stage in words.
         process: The process of the stage.
-        failures: Records the failures of the stage.
+        failures: Notes the failures of the stage.
     """
 
     def __init__(self, name: str, host: Any, description: str, process: StageProcess, failures: Failures) -> None:
@@ -673,7 +673,7 @@ class RemoteStage(NotCopyable):
             name: The RPC name of the new process.
             host: The ``RRef`` to its host.
             process: The new process.
-            failures: Records the failures of the stage from now on.
+            failures: Notes the failures of the stage from now on.
         """
         self._name, self._host, self.process, self.failures = name, host, process, failures
         self._number, self._replies, self._lost = 0, _InOrder(), Future()
@@ -707,7 +707,7 @@ class RemoteStage(NotCopyable):
         return self._lost.done()
 
     def give_up(self, why: str) -> None:
-        """Kill the process of the stage, and record that as a failure."""
+        """Kill the process of the stage, and note that as a failure."""
         error = WorkerLost(f"{self.description}, {self.process.description}, {why}")
         self.failures.add(error, consequence=self.failures.raised)
         self._lost.set_result(None)
@@ -728,7 +728,7 @@ class RemoteStage(NotCopyable):
         self._link = None
 
     def send(self, command: StageCommand[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Send a command that has no result. Failures are recorded as soon as they are known."""
+        """Send a command that has no result. Failures are noted as soon as they are known."""
         declared = _DECLARATIONS[command.__name__]
         call: Call = (command.__name__, args, kwargs)
         self.version += declared.changes_values
@@ -921,7 +921,7 @@ class RemoteStage(NotCopyable):
 
 
 def _add(failure: Failure, failures: Failures) -> BaseException:
-    """Record the failure of a command, and return its exception."""
+    """Note the failure of a command, and return its exception."""
     failed = failure.exception()
     if isinstance(failed, StopIteration):
         failed, failed.__cause__ = _not_ending_loops(failed), failed
