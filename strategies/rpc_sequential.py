@@ -324,7 +324,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         Lightning enters it for ``configure_model`` and ``trainer.init_module()``. The values are the same as without
         it. Each process also reads its part of the ``safetensors`` files that ``from_pretrained`` loads.
         """
-        with super().tensor_init_context(empty_init), self._construction.recording():
+        with super().tensor_init_context(empty_init), self._construction.without_memory():
             yield
 
     def setup_environment(self) -> None:
@@ -414,7 +414,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             last layers.
         """
         model, module, construction = prepared.model, prepared.module, self._construction.construction
-        with construction.recording():
+        with construction.without_memory():
             self.model = self.precision_plugin.convert_module(model)
         inside, build = set(module.modules()), self._construction.builder(model)
         build(child for child in model.modules() if child not in inside)
@@ -729,7 +729,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         return checkpoint
 
     def _has_tensors_to_build(self) -> bool:
-        """Return whether the model has tensors without memory, and prepare them for recording operations on them."""
+        """Return whether the model has tensors without memory, and prepare recipes for them."""
         model = self.lightning_module
         return model is not None and self._run is None and self._construction.adopt(model)
 

@@ -76,7 +76,7 @@ class Host(Generic[T]):
             command reports the exception.
         commands: The ``Protocol`` that declares the commands of the object.
         name: A description of the object, used until the object exists.
-        activity: The record of what the object does.
+        activity: Notes of what the object does.
         num_callers: The number of processes that call collective commands.
         next_order: Waits for the next order on the link of the object, for :meth:`follow`.
     """

@@ -62,7 +62,7 @@ class ActivityFile:
 
 
 class Activity:
-    """Records what a stage does. The compute thread creates this object, or it exists before the compute thread starts.
+    """Notes what a stage does. The compute thread creates this object, or it exists before the compute thread starts.
 
     Args:
         note: The file from which other processes read the activity after this process has ended.

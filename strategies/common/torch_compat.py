@@ -334,11 +334,11 @@ def in_distributed_autograd() -> bool:
 
 
 profiler_is_on: Callable[[], bool] = torch.autograd._profiler_enabled
-"""Returns whether torch's profiler is recording."""
+"""Returns whether torch's profiler is active."""
 
 
-def record_functions(enabled: bool) -> None:
-    """Enable or disable the recording of profiler events for this thread and for callbacks that inherit its state."""
+def set_profiler_events(enabled: bool) -> None:
+    """Enable or disable profiler events for this thread and for callbacks that inherit its state."""
     torch.autograd._enable_record_function(enabled)
 
 

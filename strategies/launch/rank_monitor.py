@@ -75,7 +75,7 @@ class RankMonitor:
 
     Args:
         processes: The processes of the ranks, in the order of the ranks.
-        notes: The memory in which each rank records what it does, rank 0 first; empty if not supported.
+        notes: The memory in which each rank notes what it does, rank 0 first; empty if not supported.
         before: Environment variables before the launch; ``None`` for variables that did not exist.
     """
 
@@ -114,7 +114,7 @@ class RankMonitor:
                 signal.signal(signal.SIGURG, before or signal.SIG_DFL)
 
     def mark_entered(self) -> None:
-        """Record that all ranks have entered the same call of the Trainer."""
+        """Note that all ranks have entered the same call of the Trainer."""
         self.calls += 1
         self._have_entered = True
 
@@ -167,7 +167,7 @@ class RankMonitor:
         return None if self._is_known else self._lost or None
 
     def excuse(self) -> None:
-        """Record that rank 0 raises its own error, so that failures of other ranks are not reported too."""
+        """Note that rank 0 raises its own error, so that failures of other ranks are not reported too."""
         self._is_known = True
 
     def dismiss(self) -> None:
@@ -210,7 +210,7 @@ class RankMonitor:
                 return
 
     def _find(self, failed: Callable[[int | None], bool]) -> bool:
-        """Record the first rank that has ended in this way. A rank that was killed comes first, as a cause."""
+        """Note the first rank that has ended in this way. A rank that was killed comes first, as a cause."""
         if self._lost:
             return True
         ended = [(process.poll(), rank) for rank, process in enumerate(self.processes, 1)]
@@ -222,7 +222,7 @@ class RankMonitor:
         return False
 
     def _find_absent(self) -> bool:
-        """Record a rank whose script has caught an error of rank 0's current call."""
+        """Note a rank whose script has caught an error of rank 0's current call."""
         if not (self._in_call and self._have_entered):
             return False
         for rank in range(1, len(self._notes)):
@@ -263,7 +263,7 @@ class MonitoredRank:
         """How the rank has left its last call."""
 
     def mark_entered(self) -> None:
-        """Record that all ranks have entered the same call of the Trainer."""
+        """Note that all ranks have entered the same call of the Trainer."""
         self.calls += 1
         self.note.write("in set-up")
 
@@ -367,7 +367,7 @@ _lost: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 
 
 def note_lost_connection(error: BaseException) -> None:
-    """If ``error`` is a lost connection, record that the default process group can no longer be used."""
+    """If ``error`` is a lost connection, note that the default process group can no longer be used."""
     if dist.is_initialized() and dist.group.WORLD is not None and is_lost_connection(error):
         _lost[dist.group.WORLD] = f"{type(error).__name__}: {error}"
 

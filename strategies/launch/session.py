@@ -69,7 +69,7 @@ class Session:
         paths: The driver's ``sys.path``.
         driver_pid: The process id of the driver. Workers that the driver started end with that process.
         reachable_address: An address that all processes can reach; each listens on the interface that leads to it.
-        notes: A directory on the host of the driver, where the processes of that host record their activity.
+        notes: A directory on the host of the driver, where the processes of that host note their activity.
     """
 
     rendezvous: str
@@ -86,7 +86,7 @@ class Session:
     """Whether this process is or was part of a session."""
 
     def note(self, rank: int) -> Path | None:
-        """The file in which a process records its activity; ``None`` unless it is on the driver's host."""
+        """The file in which a process notes its activity; ``None`` unless it is on the driver's host."""
         return Path(self.notes) / f"doing-{rank}" if os.path.isdir(self.notes) else None
 
     def forget(self) -> None:

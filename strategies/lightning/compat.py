@@ -475,7 +475,7 @@ def _is_label(hook: Any) -> bool:
 
 
 def emits_nvtx(profiler: PyTorchProfiler) -> bool:
-    """Return whether a profiler marks ranges for NVIDIA's tools instead of recording a trace."""
+    """Return whether a profiler marks ranges for NVIDIA's tools instead of writing a trace."""
     return bool(profiler._emit_nvtx)
 
 

@@ -20,7 +20,7 @@ from strategies.lightning.compat import (
     rank_zero_info,
     rank_zero_warn,
 )
-from strategies.pipeline.construction.recording import Construction
+from strategies.pipeline.construction.without_memory import Construction
 from strategies.pipeline.partition.chains import chains_of
 from strategies.pipeline.partition.sequential import Pipelined
 from strategies.pipeline.stage.skip import skips_of, verify_skippables

@@ -74,7 +74,7 @@ class Preparation:
 
     @property
     def is_profiled(self) -> bool:
-        """Whether workers record traces for ``PyTorchProfiler``."""
+        """Whether workers make traces for ``PyTorchProfiler``."""
         trainer: Any = self.trainer
         return isinstance(trainer.profiler, PyTorchProfiler)
 

@@ -238,7 +238,7 @@ class StrategyPlugin(Strategy):
             super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:
-        """If the process group has lost a connection, record this, so that no later call waits for the group."""
+        """If the process group has lost a connection, note this, so that no later call waits for the group."""
         note_lost_connection(exception)
         super().on_exception(exception)
 

@@ -39,7 +39,7 @@ from strategies.launch.session import Peers, environment_variables, join_data_pl
 from strategies.launch.workers import Workers, share_of_threads
 from strategies.optim.restricted import numbers_of, parameters_of
 from strategies.optim.trial import check_divisible
-from strategies.pipeline.construction.recording import Construction
+from strategies.pipeline.construction.without_memory import Construction
 from strategies.pipeline.control.batch_recording import BatchRecording
 from strategies.pipeline.control.client import (
     Failures,
@@ -276,7 +276,7 @@ class Pipeline(NotCopyable):
         return self._usable().fill_drain(input)
 
     def _run_blocks(self, value: PlannedCalls, find_rows: FindRows, list_number: int) -> Any:
-        """Run the recorded block calls of one micro-batch, or those of a whole batch, which is split if possible."""
+        """Run the deferred block calls of one micro-batch, or those of a whole batch, which is split if possible."""
         if not self._bypass.has_run:
             self._bypass.note_call()
         running = self._usable()
@@ -845,7 +845,7 @@ class Pipeline(NotCopyable):
             origins: The origin of the state of each of these stages.
             threads: Number of threads with which each process computes.
             session: Ends what has been started.
-            failures: Records the failures of these workers.
+            failures: Notes the failures of these workers.
             client: Returns the client of a stage, given its number, and the RPC name, the host and the process of its
                 worker.
             taken: Called with the number and the client of a stage when its worker has the state.

@@ -129,7 +129,7 @@ class ByAction(_ByLayer):
             passes.append(_driver_pass(runs, example.value))
         before, after, before_backward, *rest = (statistics.median(column) for column in zip(*passes, strict=True))
         between = [*zip(rest[::2], rest[1::2], strict=True)]
-        kept, _ = activation_bytes(runs, example.value, runs.recorded)  # includes the small part kept before the call
+        kept, _ = activation_bytes(runs, example.value, runs.returned)  # includes the small part kept before the call
         costs = DriverCosts(before, after, before_backward, between, after_bytes=float(kept))
         peak, held_between = _driver_bytes(runs, example.value)
         return DriverPart(costs, parameter_bytes(held, self.param_scale), peak, self._step(held), held_between)
@@ -177,7 +177,7 @@ class WithoutTimes(_ByLayer):
 
     def driver(self, runs: Runs, parameters: Iterable[Tensor], example: Example) -> DriverPart:
         """Return the cost of the driver's part."""
-        kept, _ = activation_bytes(runs, example.value, runs.recorded)
+        kept, _ = activation_bytes(runs, example.value, runs.returned)
         _driver_pass(runs, example.value)  # creates gradients
         peak, between = _driver_bytes(runs, example.value)
         costs = DriverCosts(after_bytes=float(kept))
@@ -325,7 +325,7 @@ def _driver_pass(runs: Runs, value: Any) -> list[float]:
 
 
 def _driver_bytes(runs: Runs, value: Any) -> tuple[int, list[int]]:
-    """Return the memory of a pass of the driver's part, without the recorded outputs of the stages.
+    """Return the memory of a pass of the driver's part, without the outputs that stand-ins return.
 
     Returns:
         The peak, without what the code between lists of layers keeps; and the latter, for each list but the last.
@@ -336,7 +336,7 @@ def _driver_bytes(runs: Runs, value: Any) -> tuple[int, list[int]]:
         _driver_pass(runs, value)
     runs.clock = clock
     between = [max(0, round(size)) for size, _ in runs.between()]
-    return max(0, live.peak - sum(storage_bytes(runs.recorded()).values()) - sum(between)), between
+    return max(0, live.peak - sum(storage_bytes(runs.returned()).values()) - sum(between)), between
 
 
 def _roots(output: Any) -> Sequence[Tensor]:

@@ -97,7 +97,9 @@ class HostedModule(ModuleCommands):
         self._graphs[self._num_calls] = inputs, [tensor for tensor in tensors if tensor.requires_grad]
         return sent, flags, self._num_calls
 
-    def call_recorded(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, context: PassContext) -> Any:
+    def call_in_autograd_context(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, context: PassContext
+    ) -> Any:
         """Call the module and leave its backward pass to distributed autograd. RPC calls this directly."""
         args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(self._device), (args, kwargs))
         with _entered(context, grad):
@@ -224,7 +226,7 @@ def parameters_of(host: Any, recurse: bool) -> list[Any]:
 
 def call_module(host: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, context: PassContext) -> Any:
     """Call the module within the caller's distributed autograd context, on the RPC thread for this context."""
-    return host.local_value().hosted.call_recorded(args, kwargs, grad, context)
+    return host.local_value().hosted.call_in_autograd_context(args, kwargs, grad, context)
 
 
 def refuse_hidden_tensors(leaves: Iterable[Any]) -> None:

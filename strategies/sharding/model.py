@@ -310,7 +310,7 @@ class ShardedModel:
             self.reshard()
 
     def _enter(self, number: int, slots: Iterable[tuple[nn.Module, str, nn.Parameter]], *args: Any) -> None:
-        """Record that a unit runs, and which of its parameters will get a gradient."""
+        """Note that a unit runs, and which of its parameters will get a gradient."""
         if not torch.is_grad_enabled():
             return
         self._calls.append(number)
@@ -322,7 +322,7 @@ class ShardedModel:
                 )
 
     def before_backward(self) -> None:
-        """Start to record which parameters get a gradient."""
+        """Start to note which parameters get a gradient."""
         self._reached.clear()
         self._had_gradient = {p for p in self._sharded.values() if p.grad is not None}
 

@@ -254,7 +254,7 @@ class _Devices:
                 self._run_together(nodes, seen)
 
     def _pair(self, a: _Nodes, b: _Nodes) -> None:
-        """Record that two operations run together."""
+        """Note that two operations run together."""
         for nodes, other in ((a, b), (b, a)):
             self._paired[nodes.started] = nodes
             self._partners.setdefault(nodes.started, []).append(other)

@@ -25,7 +25,7 @@ from strategies import RPCSequentialStrategy
 from trainer import Trainer
 from trainer.verification.certificate import wrong_ones
 from trainer.verification.compare import Rounding, findings
-from trainer.verification.record import RunRecord, StepRecord, leaves
+from trainer.verification.observed_run import ObservedRun, ObservedStep, leaves
 
 WIDTH = 6
 NUM_LAYERS = 6
@@ -199,17 +199,17 @@ class Fresh:
 
 def compare(actual: Outcome, expected: Outcome, tolerance: float = 1e-9) -> None:
     """Asserts that two trainings came to the same."""
-    assert_equal(_record(actual), _record(expected), tolerance)
+    assert_equal(_observed(actual), _observed(expected), tolerance)
 
 
 def alike(actual: Any, expected: Any, tolerance: float = 1e-9, where: str = "") -> None:
     """Asserts that nested values are the same: tensors and floats within a tolerance, all else exactly."""
-    ours, theirs = (RunRecord("use", validation=leaves(value, where)) for value in (actual, expected))
+    ours, theirs = (ObservedRun("use", validation=leaves(value, where)) for value in (actual, expected))
     assert_equal(ours, theirs, tolerance)
 
 
-def assert_equal(actual: RunRecord, expected: RunRecord, tolerance: float) -> None:
-    """Asserts that two records are equal to rounding, by the comparison of ``trainer.verify``."""
+def assert_equal(actual: ObservedRun, expected: ObservedRun, tolerance: float) -> None:
+    """Asserts that two runs are equal to rounding, by the comparison of ``trainer.verify``."""
     wrong = wrong_ones(findings(actual, expected, Rounding(tolerance, tolerance, f"{tolerance}", absolute=tolerance)))
     told = (
         f"{each.part} {each.name}: {each.actual}, but {each.expected} is expected, {each.size}" for each in wrong[:5]
@@ -217,15 +217,15 @@ def assert_equal(actual: RunRecord, expected: RunRecord, tolerance: float) -> No
     assert not wrong, "\n".join(told)
 
 
-def _record(outcome: Outcome) -> RunRecord:
-    """An outcome as the record of a run with one step, at its end."""
-    step = StepRecord(
+def _observed(outcome: Outcome) -> ObservedRun:
+    """An outcome as a run with one step, at its end."""
+    step = ObservedStep(
         values={**outcome.parameters, **outcome.buffers},
         states=leaves([optimizer.get("state", {}) for optimizer in outcome.optimizers]),
         hyperparameters=leaves([optimizer.get("param_groups", []) for optimizer in outcome.optimizers]),
     )
     logged = [leaves(outcome.metrics)]
-    return RunRecord("fit", list(outcome.losses), steps=[step], logged_of_epoch=logged, buffers=list(outcome.buffers))
+    return ObservedRun("fit", list(outcome.losses), steps=[step], logged_of_epoch=logged, buffers=list(outcome.buffers))
 
 
 def _even(make: Callable[[], LightningModule], stages: int) -> list[int]:

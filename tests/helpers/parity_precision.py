@@ -1,4 +1,4 @@
-"""Layers that record the precision and numeric settings which they see, on whichever process they run."""
+"""Layers that note the precision and numeric settings which they see, on whichever process they run."""
 
 import os
 from typing import Any

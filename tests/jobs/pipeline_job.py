@@ -17,7 +17,7 @@ NUM_STEPS = 20
 LEARNING_RATE = 3e-3
 
 
-class RecordedGPT(GPT):
+class GPTWithLosses(GPT):
     """The GPT; keeps the loss of each step."""
 
     def __init__(self, **hyperparameters: Any):
@@ -36,10 +36,12 @@ def quiet() -> None:
     warnings.filterwarnings("ignore")
 
 
-def small_gpt() -> RecordedGPT:
+def small_gpt() -> GPTWithLosses:
     """A GPT of 6 layers with the same weights each time."""
     seed_everything(1, verbose=False)
-    return RecordedGPT(block_size=16, width=16, num_blocks=3, num_heads=2, learning_rate=LEARNING_RATE, warmup_steps=8)
+    return GPTWithLosses(
+        block_size=16, width=16, num_blocks=3, num_heads=2, learning_rate=LEARNING_RATE, warmup_steps=8
+    )
 
 
 def loaders() -> tuple[DataLoader, DataLoader]:
@@ -50,7 +52,9 @@ def loaders() -> tuple[DataLoader, DataLoader]:
     return shuffled, DataLoader(Subset(blocks, range(1000, 1023)), batch_size=10)
 
 
-def fit(strategy: Any, devices: Any, *, ckpt_path: str | None = None, **arguments: Any) -> tuple[RecordedGPT, Trainer]:
+def fit(
+    strategy: Any, devices: Any, *, ckpt_path: str | None = None, **arguments: Any
+) -> tuple[GPTWithLosses, Trainer]:
     """Trains the small GPT for 20 steps: AdamW with two groups, warm-up, batches of 6, 6, 6, 6, 3 rows."""
     quiet()
     model = small_gpt()
@@ -66,7 +70,7 @@ def fit(strategy: Any, devices: Any, *, ckpt_path: str | None = None, **argument
     return model, trainer
 
 
-def outcome(model: RecordedGPT, trainer: Trainer) -> dict[str, Any]:
+def outcome(model: GPTWithLosses, trainer: Trainer) -> dict[str, Any]:
     """What a training came to, as plain types and tensors."""
     return {
         "losses": model.losses,

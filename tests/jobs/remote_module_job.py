@@ -448,12 +448,12 @@ def telling() -> nn.Module:
     return Tells(2, 2)
 
 
-def in_contexts(inner: nn.Module, recording: Callable[[], Any] = nullcontext) -> dict[str, Any]:
-    """What a module computes and sees under autocast, also when a context records its call, and in inference mode."""
+def in_contexts(inner: nn.Module, around: Callable[[], Any] = nullcontext) -> dict[str, Any]:
+    """What a module computes and sees under autocast, also within ``around``, and in inference mode."""
     x = torch.ones(3, 2, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         output, *told = inner(x)
-        with recording():
+        with around():
             told += [inner(x)[0].dtype]
     output.float().square().sum().backward()
     with torch.inference_mode():

@@ -90,15 +90,15 @@ class KillableAdamW(torch.optim.AdamW):
         return super().step(closure)
 
 
-class Recorder(Callback):
+class HookCalls(Callback):
     """Writes down every call of every hook."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
 
 
-def _recording(name: str) -> Any:
-    def hook(self: Recorder, trainer: Any, model: Any, *args: Any) -> None:
+def _noting(name: str) -> Any:
+    def hook(self: HookCalls, trainer: Any, model: Any, *args: Any) -> None:
         told = [arg if isinstance(arg, int) else plain(arg) for arg in args]
         self.calls.append((name, trainer.current_epoch, trainer.global_step, told))
 
@@ -107,7 +107,7 @@ def _recording(name: str) -> Any:
 
 _UNUSED = ("on_save_checkpoint", "on_load_checkpoint", "on_exception")
 for _name in [name for name in vars(Callback) if name.startswith("on_") and name not in _UNUSED]:
-    setattr(Recorder, _name, _recording(_name))
+    setattr(HookCalls, _name, _noting(_name))
 
 
 def plain(value: Any) -> Any:
@@ -433,13 +433,13 @@ def fit(
         kind = "cpu" if accelerator() == "cpu" else "cuda"
         scaler_of_losses = torch.amp.GradScaler(kind, init_scale=2.0**20)
         settings["plugins"] = [MixedPrecision("16-mixed", kind, scaler=scaler_of_losses)]
-    recorder = Recorder()
+    hooks = HookCalls()
     trainer = trainer_class(
         strategy=strategy,
         max_epochs=EPOCHS,
         callbacks=[
             Executioner(kills),
-            recorder,
+            hooks,
             LearningRateMonitor("step"),
             EarlyStopping("val_loss", patience=5),
             ModelCheckpoint("saved", "{step}", every_n_train_steps=3, save_top_k=-1, save_last=True),
@@ -476,7 +476,7 @@ def fit(
         "schedules": [plain(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs],
         "metrics": plain(trainer.callback_metrics),
         "csv": Path("logs", "version_0", "metrics.csv").read_text() if trainer.is_global_zero else "",
-        "hooks": recorder.calls,
+        "hooks": hooks.calls,
         "counters": plain(trainer.fit_loop.state_dict()),
         "checkpoints": {path.name: read(path) for path in sorted(Path("saved").glob("*"))},
         "random": [plain(torch.rand(2)), random.random()],
@@ -591,13 +591,13 @@ def evaluate(
 ) -> dict[str, Any]:
     """What ``validate``, ``test`` and ``predict`` come to."""
     pl.seed_everything(1, verbose=False)
-    model, recorder = net(), Recorder()
+    model, hooks = net(), HookCalls()
     repairs = {"recovery": Recovery(max_restarts)} if is_disturbed else {}
     strategy = Strategy([*balance], microbatches=2, **repairs, **options)
     trainer = Trainer(
         **placed(strategy, len(balance) * pipelines),
         strategy=strategy,
-        callbacks=[recorder, *([StrikesInEvaluation()] if is_disturbed else [])],
+        callbacks=[hooks, *([StrikesInEvaluation()] if is_disturbed else [])],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -611,7 +611,7 @@ def evaluate(
         numbers.append(len(strategy.repairs))
     return {
         **found,
-        "hooks": recorder.calls,
+        "hooks": hooks.calls,
         "weights": plain(model.state_dict()),
         "random": [plain(torch.rand(2)), random.random()],
         "left": [str(path) for path in Path().glob("kill-*")],

@@ -103,7 +103,7 @@ _IN_TORCH_COMPAT = {
     "torch.nn.modules.batchnorm._NormBase": "find layers with running statistics",
     "torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX": "find the extra states in a state dict",
     "torch.nn.modules.module._has_any_global_hook": "tell whether a layer runs torch's code only",
-    "torch.utils._python_dispatch.TorchDispatchMode": "record operations on the values of workers",
+    "torch.utils._python_dispatch.TorchDispatchMode": "find the operations on values of workers",
     **{
         f"torch.utils._pytree.{name}": "walk through nested structures of tensors"
         for name in (
@@ -193,9 +193,9 @@ _IN_LIGHTNING_COMPAT = {
     f"{_LIGHTNING}.callbacks.ModelSummary._max_depth": "show stages in the summary",
     f"{_LIGHTNING}.profilers.PyTorchProfiler._register": "label the modules of the driver in a trace",
     f"{_LIGHTNING}.profilers.PyTorchProfiler._record_module_names": "label the modules of the driver in a trace",
-    f"{_LIGHTNING}.profilers.PyTorchProfiler._emit_nvtx": "record traces of stages",
-    f"{_LIGHTNING}.profilers.PyTorchProfiler._export_to_chrome": "record traces of stages",
-    f"{_LIGHTNING}.profilers.PyTorchProfiler._profiler_kwargs": "record traces of stages",
+    f"{_LIGHTNING}.profilers.PyTorchProfiler._emit_nvtx": "make traces of stages",
+    f"{_LIGHTNING}.profilers.PyTorchProfiler._export_to_chrome": "make traces of stages",
+    f"{_LIGHTNING}.profilers.PyTorchProfiler._profiler_kwargs": "make traces of stages",
     f"{_LIGHTNING}.profilers.PyTorchProfiler._prepare_filename": "name the traces of stages",
     "jsonargparse._typehints.ActionTypeHint._typehint": "tell which type an argument expects",
 }

@@ -126,7 +126,7 @@ ELSEWHERE: dict[str, list[str]] = {
     "strategies/optim/small_copies.py": ["unit/optim/test_trial.py", "unit/optim/test_costs.py"],
     "strategies/optim/trial_process.py": ["unit/optim/test_trial.py"],
     "strategies/pipeline/construction/initialise.py": ["integration/models/test_configure_model.py"],
-    "strategies/pipeline/construction/recipe.py": ["unit/pipeline/construction/test_recording.py"],
+    "strategies/pipeline/construction/recipe.py": ["unit/pipeline/construction/test_without_memory.py"],
     "strategies/pipeline/construction/stored.py": [
         "unit/checkpoint/test_references.py",
         "integration/models/test_configure_model.py",
@@ -172,7 +172,9 @@ ELSEWHERE: dict[str, list[str]] = {
     "strategies/pipeline/partition/blocks/calls.py": ["unit/pipeline/partition/blocks/test_deferred_blocks.py"],
     "strategies/pipeline/partition/blocks/expected.py": ["unit/pipeline/partition/blocks/test_deferred_blocks.py"],
     "strategies/pipeline/partition/blocks/output.py": ["unit/pipeline/partition/blocks/test_deferred_blocks.py"],
-    "strategies/pipeline/partition/blocks/recording.py": ["unit/pipeline/partition/blocks/test_deferred_blocks.py"],
+    "strategies/pipeline/partition/blocks/deferred_calls.py": [
+        "unit/pipeline/partition/blocks/test_deferred_blocks.py"
+    ],
     "strategies/pipeline/pipe/followed.py": ["integration/pipe/test_pipe_rpc.py"],
     "strategies/pipeline/pipe/rpc_partitions.py": ["integration/pipe/test_pipe_rpc.py"],
     "strategies/pipeline/pipe/with_device.py": ["integration/pipe/test_pipe_rpc.py", "unit/pipeline/pipe/test_pipe.py"],
@@ -260,11 +262,11 @@ ELSEWHERE: dict[str, list[str]] = {
         "unit/trainer/verification/test_certificate.py",
         "integration/trainer/test_verify.py",
     ],
-    "trainer/verification/record.py": [
+    "trainer/verification/observed_run.py": [
         "unit/trainer/verification/test_compare.py",
         "integration/trainer/test_verify.py",
     ],
-    "trainer/verification/recorder.py": [
+    "trainer/verification/observer.py": [
         "unit/trainer/verification/test_certificate.py",
         "integration/trainer/test_verify.py",
     ],

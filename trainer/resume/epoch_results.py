@@ -18,7 +18,7 @@ class ResumableResults(ResultCollection):
         """The values before the current batch of each metric that the batch has logged; ``None`` if it had none."""
 
     def begin_batch(self) -> None:
-        """Record that a batch begins."""
+        """Note that a batch begins."""
         self._before_batch = {}
 
     def state(self, *, before_batch: bool = False) -> dict[str, dict[str, Any]]:

@@ -91,7 +91,11 @@ class TrackedLoader(Iterator[Any]):
 
     def position(self) -> dict[str, Any]:
         """Return the position of the loader, for :meth:`to_save`."""
-        position = {"record": self._source.record, "num_yielded": self._num_yielded, "reports": dict(self._reports)}
+        position = {
+            "random_states": self._source.random_states,
+            "num_yielded": self._num_yielded,
+            "reports": dict(self._reports),
+        }
         if self._dataset is not None:
             position["dataset"] = self._dataset.state()
         return position
@@ -101,7 +105,7 @@ class TrackedLoader(Iterator[Any]):
         reports = [position["reports"].get(role) for role in range(self._num_workers)]
         saved = {
             "num_yielded": position["num_yielded"],
-            **plain(position["record"]),
+            **plain(position["random_states"]),
             "owners": plain(self._source.state_of_owners()),
             "workers": [None if report is None else read_report(report) for report in reports],
             "shape": self._shape(),
@@ -110,7 +114,7 @@ class TrackedLoader(Iterator[Any]):
             "is_shared": self._shared_order is not None,
         }
         if self._by_index and self._shared_order is None:
-            saved["order"] = describe_order(self.loader, position["record"]["first"], self._source.owners)
+            saved["order"] = describe_order(self.loader, position["random_states"]["first"], self._source.owners)
         return saved | ({"dataset": pickle.loads(position["dataset"])} if "dataset" in position else {})
 
     def resume(self, saved: dict[str, Any], how: Resumption) -> None:
@@ -192,8 +196,8 @@ class TrackedLoader(Iterator[Any]):
         assert self._dataset is not None
 
         def begin() -> Iterator[Any]:
-            if self._source.record["begun"]:  # begin again with the same order
-                self._source.set_state(self._source.record["begun"][0])
+            if self._source.random_states["begun"]:  # begin again with the same order
+                self._source.set_state(self._source.random_states["begun"][0])
                 self._source.prepare()
             iter(self._source)
             return map(next, repeat(self._source))  # calling iter on it again would begin another pass

@@ -15,8 +15,8 @@ class Replayable(Iterator[Any]):
     """A sampler or a loader whose passes can be repeated.
 
     The order of a pass may be drawn at two moments: when the pass begins (``iter``, which a ``DataLoader`` with workers
-    calls twice), and when the first element is requested, as in generator functions. :attr:`record` holds the random
-    state at each of these moments: that of the process and that of the owners.
+    calls twice), and when the first element is requested, as in generator functions. :attr:`random_states` holds the
+    random state at each of these moments: that of the process and that of the owners.
 
     Args:
         source: The sampler or loader.
@@ -27,7 +27,7 @@ class Replayable(Iterator[Any]):
     def __init__(self, source: Iterable[Any], owners: Iterable[Any]) -> None:
         self._source, self.owners = source, list(owners)
         self._at_first = [deepcopy(_numbers(owner)) for owner in self.owners]
-        self.record: dict[str, Any] = {"begun": [], "first": None}
+        self.random_states: dict[str, Any] = {"begun": [], "first": None}
         self._iterator: Iterator[Any] = iter(())
 
     def prepare(
@@ -45,14 +45,14 @@ class Replayable(Iterator[Any]):
             num_skipped: Number of first elements to skip.
             instead: An iterable to use in place of the source.
         """
-        self.record = {"begun": [], "first": None}
+        self.random_states = {"begun": [], "first": None}
         self._begun, self._first, self._num_skipped = begun, first, num_skipped
         self._instead = instead
 
     def __iter__(self) -> "Replayable":
         if self._begun:
-            self.set_state(self._begun[min(len(self.record["begun"]), len(self._begun) - 1)])
-        self.record["begun"].append(self.state())
+            self.set_state(self._begun[min(len(self.random_states["begun"]), len(self._begun) - 1)])
+        self.random_states["begun"].append(self.state())
         self._iterator = iter(self._source if self._instead is None else self._instead)
         return self
 
@@ -77,10 +77,10 @@ class Replayable(Iterator[Any]):
 
     def start(self) -> None:
         """Draw the order and leave out the first elements as set by :meth:`prepare`, once per pass."""
-        if self.record["first"] is None:
+        if self.random_states["first"] is None:
             if self._first is not None:
                 self.set_state(self._first)
-            self.record["first"] = self.state()
+            self.random_states["first"] = self.state()
             next(islice(self._iterator, self._num_skipped, self._num_skipped), None)
 
     def state(self) -> dict[str, Any]:

@@ -153,7 +153,7 @@ def shorten_when_built(
         if not is_built_later(self, given):  # in an earlier call
             return original()
         construction = ModelConstruction(None)
-        with nullcontext() if is_pipeline else construction.recording():
+        with nullcontext() if is_pipeline else construction.without_memory():
             original()
         shorten(self, lists_of(self, given), number)
         if not is_pipeline:

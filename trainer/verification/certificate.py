@@ -1,4 +1,4 @@
-"""The verdict about a strategy, from the records of its run and of a run in one process.
+"""The verdict about a strategy, from what was observed of its run and of a run in one process.
 
 the strategy = one process                               equal to rounding
 the strategy = one process with the same micro-batches   different as documented, with the cause
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trainer.verification.compare import PARTS, Finding, Rounding, findings, is_missing
-from trainer.verification.record import RunRecord, Values
+from trainer.verification.observed_run import ObservedRun, Values
 
 EQUAL, DOCUMENTED, WRONG = "equal to rounding", "different as documented", "wrong"
 
@@ -96,10 +96,10 @@ class ReferenceRuns:
             comparison does this.
     """
 
-    one: RunRecord
-    micro: RunRecord | None = None
-    stage: RunRecord | None = None
-    divided: tuple[RunRecord, RunRecord] | None = None
+    one: ObservedRun
+    micro: ObservedRun | None = None
+    stage: ObservedRun | None = None
+    divided: tuple[ObservedRun, ObservedRun] | None = None
     ignores_buffers: bool = False
 
     def measured(self, rounding: Rounding) -> tuple[Rounding, float | None]:
@@ -123,7 +123,12 @@ _OF_TRAINING = ("losses", "gradients", "global norm", "parameters", "optimizer s
 
 
 def certify(
-    actual: RunRecord, references: ReferenceRuns, rounding: Rounding, *, is_whole_loss: bool = True, strategy: str = ""
+    actual: ObservedRun,
+    references: ReferenceRuns,
+    rounding: Rounding,
+    *,
+    is_whole_loss: bool = True,
+    strategy: str = "",
 ) -> Certificate:
     """Return the verdict.
 
@@ -138,7 +143,7 @@ def certify(
     rounding, explained = references.measured(rounding)
 
     def certificate(
-        reference: RunRecord, verdict: str, compared: Sequence[Finding], reasons: Iterable[str] = ()
+        reference: ObservedRun, verdict: str, compared: Sequence[Finding], reasons: Iterable[str] = ()
     ) -> Certificate:
         return Certificate(
             verdict,
@@ -212,7 +217,7 @@ def _wrong_but_logged(compared: Iterable[Finding]) -> list[Finding]:
     return [each for each in wrong_ones(compared) if each.part != "logged values"]
 
 
-def _starts_later(actual: RunRecord, one: RunRecord, micro: RunRecord, rounding: Rounding) -> bool:
+def _starts_later(actual: ObservedRun, one: ObservedRun, micro: ObservedRun, rounding: Rounding) -> bool:
     """Return whether ``actual`` is equal to one process for as many steps as ``micro`` has made.
 
     What differs only later is not explained by micro-batches.
@@ -252,7 +257,7 @@ def _are_of_buffers(compared: Iterable[Finding]) -> bool:
     return {each.part for each in wrong_ones(compared)} <= _OF_BUFFERS
 
 
-def _of_random_layers(one: RunRecord) -> str:
+def _of_random_layers(one: ObservedRun) -> str:
     names = list(dict.fromkeys(name for names in one.draws.values() for name in names))
     return (
         f"random numbers that {_some(names)} {'draws' if len(names) == 1 else 'draw'} in training: a pipeline seeds "
@@ -269,7 +274,7 @@ def _of_logged(names: Sequence[str]) -> str:
     )
 
 
-def reasons_of(one: RunRecord, *, is_whole_loss: bool) -> list[str]:
+def reasons_of(one: ObservedRun, *, is_whole_loss: bool) -> list[str]:
     """Return why results depend on the micro-batches."""
     if one.norm_layers:
         return [
@@ -307,7 +312,9 @@ def _some(names: Sequence[str]) -> str:
 # Where it starts
 
 
-def origin_of(compared: Sequence[Finding], actual: RunRecord, reference: RunRecord, one: RunRecord) -> FirstDifference:
+def origin_of(
+    compared: Sequence[Finding], actual: ObservedRun, reference: ObservedRun, one: ObservedRun
+) -> FirstDifference:
     """Return where a run starts to differ: in the first part that differs, the first layer of the backward pass."""
     first = wrong_ones(compared)[0]
     same = [each for each in compared if (each.step, each.part) == (first.step, first.part)]
@@ -330,7 +337,7 @@ def layer_of(name: str) -> str:
     return name.rpartition(".")[0] or name
 
 
-def _parameter_of(finding: Finding, actual: RunRecord) -> str:
+def _parameter_of(finding: Finding, actual: ObservedRun) -> str:
     """Return the name of the parameter within the path of an optimizer state."""
     known = [name for name in actual.initial if f".{name}." in f".{finding.name}."]
     return max(known, key=len, default="")
@@ -349,7 +356,9 @@ def factor_between(actual: Any, expected: Any) -> float | None:
     return factor if apart <= 1e-5 * max(abs(factor), 1e-3) * math.sqrt(square) else None
 
 
-def _of_loss(first: Finding, wrong: Sequence[Finding], gradients: Sequence[Finding], one: RunRecord) -> tuple[str, str]:
+def _of_loss(
+    first: Finding, wrong: Sequence[Finding], gradients: Sequence[Finding], one: ObservedRun
+) -> tuple[str, str]:
     what = f"the loss of {first.name} is {first.actual!r} instead of {first.expected!r}"
     if one.draws.get("numpy"):
         names = one.draws["numpy"]
@@ -368,7 +377,7 @@ def _of_loss(first: Finding, wrong: Sequence[Finding], gradients: Sequence[Findi
 
 
 def _of_gradients(
-    first: Finding, same: Sequence[Finding], actual: RunRecord, reference: RunRecord, one: RunRecord
+    first: Finding, same: Sequence[Finding], actual: ObservedRun, reference: ObservedRun, one: ObservedRun
 ) -> tuple[str, str, str]:
     layer, wrong = layer_of(first.name), wrong_ones(same)
     own = [each for each in wrong if layer_of(each.name) == layer]
@@ -409,7 +418,7 @@ def _of_gradients(
 
 
 def _of_norm(
-    first: Finding, same: Sequence[Finding], actual: RunRecord, reference: RunRecord, one: RunRecord
+    first: Finding, same: Sequence[Finding], actual: ObservedRun, reference: ObservedRun, one: ObservedRun
 ) -> tuple[str, str, str]:
     what = f"the norm is {first.actual:.6g} instead of {first.expected:.6g}"
     gradients = actual.steps[first.step or 0].gradients
@@ -427,13 +436,13 @@ def _of_norm(
     return "global norm", what, "clipping: which gradients it adds up, and whether it scales them"
 
 
-def _before(record: RunRecord, step: int) -> Values:
+def _before(observed: ObservedRun, step: int) -> Values:
     """Return the values at the start of a step."""
-    return record.initial if step == 0 else record.steps[step - 1].values
+    return observed.initial if step == 0 else observed.steps[step - 1].values
 
 
 def _of_parameters(
-    first: Finding, same: Sequence[Finding], actual: RunRecord, reference: RunRecord, one: RunRecord
+    first: Finding, same: Sequence[Finding], actual: ObservedRun, reference: ObservedRun, one: ObservedRun
 ) -> tuple[str, str, str]:
     layer, step = layer_of(first.name), first.step or 0
     if is_missing(first.actual):
@@ -478,7 +487,7 @@ def _of_parameters(
     )
 
 
-def _late_rate(reference: RunRecord, step: int) -> float | None:
+def _late_rate(reference: ObservedRun, step: int) -> float | None:
     """Return the ratio of the previous step's learning rate to this step's, if the rate has changed."""
     if step == 0:
         return None
@@ -491,7 +500,7 @@ def _late_rate(reference: RunRecord, step: int) -> float | None:
 
 
 def _of_buffers(
-    first: Finding, same: Sequence[Finding], actual: RunRecord, reference: RunRecord, one: RunRecord
+    first: Finding, same: Sequence[Finding], actual: ObservedRun, reference: ObservedRun, one: ObservedRun
 ) -> tuple[str, str, str]:
     layer, step = layer_of(first.name), first.step or 0
     if is_missing(first.actual):
@@ -507,7 +516,7 @@ def _of_buffers(
 
 
 def _of_states(
-    first: Finding, same: Sequence[Finding], actual: RunRecord, reference: RunRecord, one: RunRecord
+    first: Finding, same: Sequence[Finding], actual: ObservedRun, reference: ObservedRun, one: ObservedRun
 ) -> tuple[str, str, str]:
     name = _parameter_of(first, actual)
     key = first.name.rpartition(".")[2]
@@ -521,7 +530,7 @@ def _of_states(
 
 
 def _of_other(
-    first: Finding, same: Sequence[Finding], actual: RunRecord, reference: RunRecord, one: RunRecord
+    first: Finding, same: Sequence[Finding], actual: ObservedRun, reference: ObservedRun, one: ObservedRun
 ) -> tuple[str, str, str]:
     if is_missing(first.actual):
         what = f"{first.name} is missing"

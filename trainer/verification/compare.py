@@ -21,7 +21,7 @@ import cloudpickle
 import torch
 from torch import Tensor
 
-from trainer.verification.record import RunRecord, StepRecord, Values
+from trainer.verification.observed_run import ObservedRun, ObservedStep, Values
 
 PARTS = (
     "initial values",
@@ -150,7 +150,7 @@ class Finding:
         return not self.size <= self.limit
 
 
-def findings(actual: RunRecord, expected: RunRecord, rounding: Rounding) -> list[Finding]:
+def findings(actual: ObservedRun, expected: ObservedRun, rounding: Rounding) -> list[Finding]:
     """Return all values of two runs with their differences, in causal order.
 
     If one of the runs was stopped earlier, only the steps that both were to make are compared.
@@ -175,7 +175,7 @@ class _RunComparison:
         rounding: The allowed differences.
     """
 
-    def __init__(self, actual: RunRecord, expected: RunRecord, rounding: Rounding) -> None:
+    def __init__(self, actual: ObservedRun, expected: ObservedRun, rounding: Rounding) -> None:
         self._actual, self._expected, self._limits = actual, expected, rounding
         self._rounding = rounding  # of the present step
         self._is_noise: dict[str, Tensor] = {}
@@ -217,7 +217,7 @@ class _RunComparison:
             one, other = (losses[batch] if batch < len(losses) else None for losses in (ours, theirs))
             yield self._number(step, "losses", f"batch {batch}", one, other, scale)
 
-    def _step(self, i: int, ours: StepRecord, theirs: StepRecord) -> Iterator[Finding]:
+    def _step(self, i: int, ours: ObservedStep, theirs: ObservedStep) -> Iterator[Finding]:
         rounding = self._rounding
         if self._actual.has_gradients and self._expected.has_gradients:
             scale = _largest(theirs.gradients)

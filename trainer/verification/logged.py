@@ -1,6 +1,6 @@
 """Logged values that each rank must have, computed from the calls of ``self.log`` in one process by Lightning's rules.
 
-One process runs the batches of all ranks, one after another (see :mod:`trainer.verification.record`)::
+One process runs the batches of all ranks, one after another (see :mod:`trainer.verification.observed_run`)::
 
                          of a step                              of an epoch
     sync_dist=False      the value of the rank's own batch      the mean over the rank's own batches

@@ -1,8 +1,8 @@
 """Runs in a separate process: ``python -m trainer.verification.process FOLDER EXECUTION ...``.
 
 The folder holds the model, the data and the arguments of the Trainer, as they were before any run. Each execution
-trains a few steps on the batches that the first execution has drawn, and writes its record into the folder. Lightning
-starts the other ranks of DDP and ZeRO with the same command.
+trains a few steps on the batches that the first execution has drawn, and writes what it has observed into the folder.
+Lightning starts the other ranks of DDP and ZeRO with the same command.
 """
 
 import os
@@ -82,7 +82,7 @@ class Execution:
         drops_nothing: Whether all dropout layers have a probability of 0.
         steps: Number of optimizer steps; ``None`` for that of the job.
         steps_if_random: Number of optimizer steps if layers draw random numbers in one process; ``None`` for ``steps``.
-        needless_if: Attributes of a record. If one of them is true after the first forward pass, the run ends there.
+        needless_if: Attributes of an ``ObservedRun``. If one is true after the first forward pass, the run ends there.
         is_of_all_ranks: Whether all ranks run it, if a launcher such as torchrun has started ranks.
     """
 
@@ -170,9 +170,9 @@ def write_execution(folder: Path, execution: Execution) -> None:
     _file(folder, execution.name, "execution").write_bytes(cloudpickle.dumps(execution))
 
 
-def read_records(folder: Path, name: str) -> list[Any]:
-    """Return the records of the ranks of an execution."""
-    found = sorted(folder.glob(f"{_stem(name)}.*.record"), key=lambda path: int(path.name.split(".")[1]))
+def read_observed(folder: Path, name: str) -> list[Any]:
+    """Return what each rank of an execution has observed."""
+    found = sorted(folder.glob(f"{_stem(name)}.*.observed"), key=lambda path: int(path.name.split(".")[1]))
     return [torch.load(path, weights_only=False) for path in found]
 
 
@@ -239,7 +239,7 @@ def _watch_starter() -> None:
 
 
 def run_execution(folder: Path, job: VerifiedJob, execution: Execution, drawn: DrawnBatches) -> Any:
-    """Run an execution in this process, and return the record of this rank.
+    """Run an execution in this process, and return what this rank has observed.
 
     Args:
         folder: The folder for files of the run.
@@ -248,11 +248,11 @@ def run_execution(folder: Path, job: VerifiedJob, execution: Execution, drawn: D
         drawn: The batches.
 
     Returns:
-        The record; ``None`` in all but the first of the pipelines that divide the layers of a rank.
+        The observed run; ``None`` in all but the first of the pipelines that divide the layers of a rank.
     """
     from strategies.lightning.compat import LightningDataModule, pl
-    from trainer.verification.record import leaves
-    from trainer.verification.recorder import NOT_COMPARED, GradientsRecorder, ValuesRecorder
+    from trainer.verification.observed_run import leaves
+    from trainer.verification.observer import NOT_COMPARED, GradientsObserver, ValuesObserver
     from trainer.verification.reference import (
         NeedlessRun,
         note_logs,
@@ -269,7 +269,7 @@ def run_execution(folder: Path, job: VerifiedJob, execution: Execution, drawn: D
     def advance(step: int) -> None:
         progress.write_text(f"{step} {steps}")
 
-    kind = GradientsRecorder if execution.reads_gradients else ValuesRecorder
+    kind = GradientsObserver if execution.reads_gradients else ValuesObserver
     own = folder / _stem(execution.name)
     own.mkdir(exist_ok=True)
     callback = kind(
@@ -296,27 +296,27 @@ def run_execution(folder: Path, job: VerifiedJob, execution: Execution, drawn: D
                 per_step=job.accumulated * job.ranks,
             )
         if job.ranks > 1:
-            note_logs(job.model, callback.record)
-        watch_first_step(job.model, callback.record, execution.needless_if)
+            note_logs(job.model, callback.observed)
+        watch_first_step(job.model, callback.observed, execution.needless_if)
     source = job.data if isinstance(job.data, LightningDataModule) else pl.LightningDataModule()
     _give(source, drawn, trainer, validations=job.ranks if alone else 1)
     pl.seed_everything(job.seed, verbose=False)
-    record = callback.record
-    record.notes += drawn.notes
+    observed = callback.observed
+    observed.notes += drawn.notes
     try:
         trainer.fit(job.model, datamodule=source)
     except NeedlessRun:
-        return record
-    if (path := record.facts.pop("checkpoint", None)) is not None:
-        record.checkpoint = {
+        return observed
+    if (path := observed.facts.pop("checkpoint", None)) is not None:
+        observed.checkpoint = {
             key: value
             for key, value in leaves(_whole_checkpoint(Path(path))).items()
             if key.split(".")[0] not in NOT_COMPARED
         }
     if drawn.prediction:
         pl.seed_everything(job.seed, verbose=False)
-        record.predictions = leaves(trainer.predict(job.model, dataloaders=_loader(drawn.prediction)))
-    return None if getattr(trainer.strategy, "part", 0) else record
+        observed.predictions = leaves(trainer.predict(job.model, dataloaders=_loader(drawn.prediction)))
+    return None if getattr(trainer.strategy, "part", 0) else observed
 
 
 def trainer_of_run(folder: Path, job: VerifiedJob, execution: Execution, callbacks: Sequence[Any]) -> Any:
@@ -430,7 +430,10 @@ def _file(folder: Path, name: str, kind: str) -> Path:
 
 
 def main(folder: Path, names: Sequence[str]) -> None:
-    """Run executions one after another. Each writes a record or an error. If the first fails, the rest do not run."""
+    """Run executions one after another. If the first fails, the rest do not run.
+
+    Each writes what it has observed, or an error.
+    """
     sys.path[:] = pickle.loads((folder / _PATHS).read_bytes())
     _watch_starter()
     warnings.filterwarnings("ignore")
@@ -445,12 +448,12 @@ def main(folder: Path, names: Sequence[str]) -> None:
                 partial.write_bytes(cloudpickle.dumps(draw_batches(trainer, job)))
                 partial.replace(folder / _BATCHES)
             drawn: DrawnBatches = pickle.loads((folder / _BATCHES).read_bytes())
-            record = run_execution(folder, prepared_job(folder, execution), execution, drawn)
+            observed = run_execution(folder, prepared_job(folder, execution), execution, drawn)
             rank = int(os.environ.get("LOCAL_RANK", 0)) if execution.strategy is not None else 0
-            if execution.strategy is None and record.is_random:
+            if execution.strategy is None and observed.is_random:
                 (folder / _RANDOM).touch()
-            if record is not None:
-                torch.save(record, folder / f"{_stem(name)}.{rank}.record")
+            if observed is not None:
+                torch.save(observed, folder / f"{_stem(name)}.{rank}.observed")
         except Exception as error:
             if int(os.environ.get("LOCAL_RANK", 0)) == 0:
                 told = (str(error), type(error).__name__, traceback.format_exc())

@@ -27,8 +27,8 @@ from strategies.lightning.features.per_microbatch import split_for
 from strategies.lightning.hooks import collect_logs
 from strategies.pipeline.stage.microbatch.split import Microbatches, split_batch
 from trainer.verification.logged import LoggedCall
-from trainer.verification.record import RunRecord
-from trainer.verification.recorder import StepWatch
+from trainer.verification.observed_run import ObservedRun
+from trainer.verification.observer import StepWatch
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -39,13 +39,13 @@ class NeedlessRun(Exception):
     """Ends a run whose first forward pass shows that its results are not needed."""
 
 
-def watch_first_step(model: LightningModule, record: RunRecord, needless_if: Sequence[str] = ()) -> None:
-    """Record, in the first call of ``training_step``, what only a run in one process can observe.
+def watch_first_step(model: LightningModule, observed: ObservedRun, needless_if: Sequence[str] = ()) -> None:
+    """Note, in the first call of ``training_step``, what only a run in one process can observe.
 
     Args:
         model: The model.
-        record: The record that receives the observations.
-        needless_if: Attributes of the record. If one of them is true after the first call, the call raises.
+        observed: Receives what is observed.
+        needless_if: Attributes of ``observed``. If one of them is true after the first call, the call raises.
 
     Raises:
         NeedlessRun: In the first call of ``training_step``.
@@ -55,18 +55,18 @@ def watch_first_step(model: LightningModule, record: RunRecord, needless_if: Seq
     @functools.wraps(original)
     def training_step(self: LightningModule, *args: Any, **kwargs: Any) -> Any:
         undo()
-        watch = StepWatch(self, record)
+        watch = StepWatch(self, observed)
         watch.begin()
         release.append(watch.end)
         with watch.forward():
             result = original(*args, **kwargs)
         watch.end_of_forward()
-        if any(getattr(record, name) for name in needless_if):
+        if any(getattr(observed, name) for name in needless_if):
             while release:
                 release.pop()()
             loss = result.get("loss") if isinstance(result, Mapping) else result
-            record.losses = [float(loss) if isinstance(loss, Tensor | float) else None]
-            record.stopped_after = 0
+            observed.losses = [float(loss) if isinstance(loss, Tensor | float) else None]
+            observed.stopped_after = 0
             raise NeedlessRun
         return result
 
@@ -158,10 +158,10 @@ def number_batches_of_ranks(model: LightningModule, ranks: int) -> None:
     replaced(model, "training_step", MethodType(training_step, model))
 
 
-def note_logs(model: LightningModule, record: RunRecord) -> None:
+def note_logs(model: LightningModule, observed: ObservedRun) -> None:
     """Note what ``training_step`` logs, to compute the values of ranks, and what ranks of a validation do not share."""
     in_training, in_validation = model.training_step, model.validation_step
-    record.calls = calls = []
+    observed.calls = calls = []
 
     @functools.wraps(in_training)
     def training_step(self: LightningModule, batch: Any, *rest: Any) -> Any:
@@ -185,7 +185,7 @@ def note_logs(model: LightningModule, record: RunRecord) -> None:
             type(self).log(self, name, value, **settings)
             is_sum = not isinstance(value, Metric) and _reduction(settings) == "sum"
             if settings.get("rank_zero_only") or (is_sum and not settings.get("sync_dist")):
-                record.left_out += [name, f"{name}_epoch"]
+                observed.left_out += [name, f"{name}_epoch"]
 
         undo = collect_logs(self, lambda: collect)
         try:

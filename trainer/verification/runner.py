@@ -31,18 +31,18 @@ from trainer.verification.blocks import check_blocks, is_built_later, kept_block
 from trainer.verification.certificate import Certificate, ReferenceRuns, certify
 from trainer.verification.compare import rounding_of
 from trainer.verification.launched_ranks import GRACE_SECONDS, LaunchedRanks, without_launch
+from trainer.verification.observed_run import ObservedRun, merged, with_logs_of_ranks
 from trainer.verification.process import (
     Execution,
     FailedRun,
     VerifiedJob,
     read_failure,
-    read_records,
+    read_observed,
     started,
     steps_done,
     write_execution,
     write_job,
 )
-from trainer.verification.record import RunRecord, merged, with_logs_of_ranks
 
 KEPT = (
     *("accelerator", "precision", "gradient_clip_val", "gradient_clip_algorithm", "deterministic", "benchmark"),
@@ -244,16 +244,16 @@ def _certified(
         wished = None
         one, own = (replace(each, precision=None) for each in (one, own))
         failed = runs.run([one, own])
-    first = _record_of_one(runs, one, failed)
+    first = _observed_in_one(runs, one, failed)
     rounding = rounding_of(str(wished or precision), first.narrowest)
     if own.name in failed:
         raise RuntimeError(f"the model does not train under {verified.name}: {_told(failed[own.name])}")
-    actual = runs.record(own.name)
+    actual = runs.observed(own.name)
     if verified.steps_in_backward:
         actual.notes.append("Gradients and norms were not read, because the strategy steps within the backward pass.")
     if verified.is_whole_loss and _has_the_same_loss(actual, first):
         whole = replace(one, needless_if=(), steps=with_masks if first.is_random else None)
-        first = _record_of_one(runs, whole, runs.run([whole]))
+        first = _observed_in_one(runs, whole, runs.run([whole]))
     first.facts["counts tokens"] = verified.counts_tokens
     references = ReferenceRuns(first)
     judge = partial(
@@ -273,12 +273,12 @@ def _certified(
     elif has_micro and (result.is_right or first.norm_layers or not needs_stage):
         failed |= runs.run([micro])
         if micro.name not in failed:
-            references = replace(references, micro=runs.record(micro.name))
+            references = replace(references, micro=runs.observed(micro.name))
     elif rounding.safety and not has_micro and model.automatic_optimization:
         halves = Execution("one process with two micro-batches", precision=wished, microbatches=2)
         failed |= runs.run([halves])
         if halves.name not in failed:
-            references = replace(references, divided=(runs.record(halves.name), first))
+            references = replace(references, divided=(runs.observed(halves.name), first))
     result = judge(actual, references)
     if verified.is_pipeline and needs_stage and not result.is_right:
         stage = verified.with_one_stage(wished, actual.facts)
@@ -292,10 +292,10 @@ def _certified(
             raise RuntimeError(
                 f"the model does not train under {verified.name} with one stage: {_told(failed[stage.name])}"
             )
-        alone = [runs.record(each.name) for each in plain if each.strategy is None and runs.has_record(each.name)]
+        alone = [runs.observed(each.name) for each in plain if each.strategy is None and runs.has_observed(each.name)]
         known = [first, *([] if references.micro is None else [references.micro]), *alone]
         order = next((each.order for each in known if each.order), [])
-        references = replace(references, stage=replace(runs.record(stage.name), order=order))
+        references = replace(references, stage=replace(runs.observed(stage.name), order=order))
         if len(alone) == 2:
             references = replace(references, divided=(alone[1], alone[0]))
         result = judge(actual, references)
@@ -323,13 +323,13 @@ def steps_of_random_layers(steps: int) -> tuple[int, int]:
     return min(steps, (3 * steps - 2 * without - 1) // 2), without
 
 
-def _record_of_one(runs: "RunProcesses", one: Execution, failed: Mapping[str, FailedRun]) -> RunRecord:
+def _observed_in_one(runs: "RunProcesses", one: Execution, failed: Mapping[str, FailedRun]) -> ObservedRun:
     if one.name in failed:
         raise RuntimeError(f"the model does not train in one process: {_told(failed[one.name])}")
-    return runs.record(one.name)
+    return runs.observed(one.name)
 
 
-def _has_the_same_loss(actual: RunRecord, one: RunRecord) -> bool:
+def _has_the_same_loss(actual: ObservedRun, one: ObservedRun) -> bool:
     """Return whether the random numbers, or the rows for BatchNorm, of the first batch are those of one process.
 
     ``one`` was stopped after the forward pass of this batch. Losses in less than float32 are too coarse to tell.
@@ -342,7 +342,7 @@ def _has_the_same_loss(actual: RunRecord, one: RunRecord) -> bool:
 
 
 def _without_dropout(
-    one: Execution, own: Execution, micro: Execution | None, steps: int, first: RunRecord
+    one: Execution, own: Execution, micro: Execution | None, steps: int, first: ObservedRun
 ) -> list[Execution]:
     """Return the runs with a dropout of 0: one process, the strategy, and one process with the same micro-batches.
 
@@ -355,7 +355,7 @@ def _without_dropout(
     return [replace(each, name=f"{each.name} without dropout", drops_nothing=True) for each in runs]
 
 
-def _not_compared(one: RunRecord) -> list[str]:
+def _not_compared(one: ObservedRun) -> list[str]:
     """Return a note about logged values of ranks that were not compared, if there are any."""
     if one.calls is None:
         return []
@@ -383,19 +383,19 @@ def _with_and_without_dropout(
     if failure := failed.get(one.name) or failed.get(own.name):
         result.notes.append(f"The model does not train with a dropout of 0: {failure.message}")
         return result
-    references = ReferenceRuns(runs.record(one.name), ignores_buffers=True)
+    references = ReferenceRuns(runs.observed(one.name), ignores_buffers=True)
     references.one.facts["counts tokens"] = bool(micro) and micro[0].by_tokens
-    if micro and runs.has_record(micro[0].name):
-        references = replace(references, micro=runs.record(micro[0].name))
-    without = judge(runs.record(own.name), references)
+    if micro and runs.has_observed(micro[0].name):
+        references = replace(references, micro=runs.observed(micro[0].name))
+    without = judge(runs.observed(own.name), references)
     if not without.is_right and references.one.is_random:
         result.notes.append(
             "Layers draw random numbers with a dropout of 0 too, so the strategy was not compared with one process."
         )
         return result
     if not without.is_right and micro and references.micro is None and not runs.run(micro):
-        references = replace(references, micro=runs.record(micro[0].name))  # it may differ because of micro-batches
-        without = judge(runs.record(own.name), references)
+        references = replace(references, micro=runs.observed(micro[0].name))  # it may differ because of micro-batches
+        without = judge(runs.observed(own.name), references)
     if not without.is_right:
         return without
     number = f"{without.steps} {'step' if without.steps == 1 else 'steps'}"
@@ -410,7 +410,7 @@ def _told(failure: FailedRun) -> str:
     return f"{failure.kind}: {failure.message}\n{failure.trace}"
 
 
-def _described(verified: VerifiedStrategy, actual: RunRecord) -> str:
+def _described(verified: VerifiedStrategy, actual: ObservedRun) -> str:
     words = [verified.kind.__name__]
     if verified.is_pipeline:
         facts = actual.facts
@@ -508,7 +508,7 @@ class RunProcesses:
         for execution in executions:
             write_execution(self._folder, execution)
             for path in self._folder.glob(f"{execution.name.replace(' ', '-')}.*"):
-                if path.suffix in (".record", ".error", ".steps"):
+                if path.suffix in (".observed", ".error", ".steps"):
                     path.unlink()
         names = [execution.name for execution in executions]
         self.names += names
@@ -520,13 +520,13 @@ class RunProcesses:
             failed[names[0]] = FailedRun(message, "RuntimeError", told)
         return failed
 
-    def has_record(self, name: str) -> bool:
-        """Return whether an execution has written a record."""
-        return any(self._folder.glob(f"{name.replace(' ', '-')}.*.record"))
+    def has_observed(self, name: str) -> bool:
+        """Return whether an execution has written what it has observed."""
+        return any(self._folder.glob(f"{name.replace(' ', '-')}.*.observed"))
 
-    def record(self, name: str) -> RunRecord:
-        """Return the record of an execution, merged from all its ranks."""
-        found = merged(read_records(self._folder, name.replace(" ", "-")))
+    def observed(self, name: str) -> ObservedRun:
+        """Return what an execution has observed, merged from all its ranks."""
+        found = merged(read_observed(self._folder, name.replace(" ", "-")))
         return with_logs_of_ranks(found, self._job.ranks)
 
     def _execute(self, names: Sequence[str], launched: LaunchedRanks | None = None) -> str | None:

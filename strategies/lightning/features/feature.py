@@ -19,7 +19,7 @@ from strategies.lightning.compat import MisconfigurationException
 from strategies.lightning.hooks import Undo
 from strategies.lightning.options import Options
 from strategies.lightning.run import Preparation, Run, TrainingStep
-from strategies.pipeline.construction.recording import Construction
+from strategies.pipeline.construction.without_memory import Construction
 from strategies.pipeline.driver import ModelCopy, Pipeline
 from strategies.pipeline.optim.replicas import Replicas
 from strategies.pipeline.recovery.repairs import Recovery

@@ -1,4 +1,4 @@
-"""Records a trace of every stage of a pipeline whenever Lightning's ``PyTorchProfiler`` records the driver.
+"""Traces every stage of a pipeline whenever Lightning's ``PyTorchProfiler`` traces the driver.
 
 The trace of each worker is written to ``NAME.stage-I.TIME.pt.trace.json`` next to the driver's
 ``NAME.TIME.pt.trace.json``. All traces use absolute times of the hosts' clocks, so a viewer shows them aligned.
@@ -31,7 +31,7 @@ _OPTIONS = ("activities", "record_shapes", "profile_memory", "with_stack", "with
 
 
 class ProfilerOnStages(Feature):
-    """Records all stages if the Trainer has a ``PyTorchProfiler``."""
+    """Traces all stages if the Trainer has a ``PyTorchProfiler``."""
 
     def prepare(self, prepared: Preparation) -> Iterable[Undo]:
         """Remove the labels of modules; :class:`ProfiledStages` explains why."""
@@ -41,13 +41,13 @@ class ProfilerOnStages(Feature):
             yield labels.allow
 
     def begin(self, run: Run) -> Iterable[Undo]:
-        """Record the stages until the run ends."""
+        """Trace the stages until the run ends."""
         if run.is_profiled:
             yield ProfiledStages(cast(Any, run.trainer).profiler, run.model, run.pipeline).end
 
 
 class ProfiledStages:
-    """Records the stages of a pipeline whenever the Trainer's profiler records.
+    """Traces the stages of a pipeline whenever the Trainer's profiler traces the driver.
 
     Lightning labels every module with hooks that refer to the whole model, so a labelled module can neither be copied
     nor sent to another process. These labels are therefore removed before layers are measured and sent. This class
@@ -62,16 +62,16 @@ class ProfiledStages:
     def __init__(self, profiler: PyTorchProfiler, model: nn.Module, pipeline: Pipeline) -> None:
         self._profiler, self._pipeline = profiler, pipeline
         self._undo: list[Undo] = []
-        self._records, self._action = False, ""
+        self._traces_stages, self._action = False, ""
         elsewhere = {pipeline.module, *(module for layers in pipeline.stages[:-1] for module in layers.modules())}
         ModuleLabels(profiler, model).add(lambda module: module not in elsewhere)
         if pipeline.remotes and not emits_nvtx(profiler):
             self._undo.append(around_stop(profiler, self._stop))
-            if self._is_recording():
+            if self._traces_driver():
                 self._start()
 
     def end(self) -> None:
-        """Write the current recording and stop following the profiler; called while the workers still run."""
+        """Write the current traces and stop following the profiler; called while the workers still run."""
         for undo in self._undo:
             undo()
         self._save()
@@ -84,13 +84,13 @@ class ProfiledStages:
         stop(action_name)
         if ends:
             self._save()
-        if self._is_recording() and not self._records:
+        if self._traces_driver() and not self._traces_stages:
             self._start()
 
     def _current_action(self) -> Any:
         return getattr(self._profiler.profiler, "current_action", None)
 
-    def _is_recording(self) -> bool:
+    def _traces_driver(self) -> bool:
         return self._current_action() in (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
 
     def _start(self) -> None:
@@ -98,14 +98,14 @@ class ProfiledStages:
         for remote in self._pipeline.remotes:
             options = {name: given[name] for name in _OPTIONS if name in given}
             remote.ask(StageCommands.trace, options)  # the answer is empty
-        self._records = True
+        self._traces_stages = True
 
     def _save(self) -> None:
         """Fetch the traces of the workers and write each into a file."""
         pipeline, profiler = self._pipeline, self._profiler
-        if not self._records or pipeline.failures.any:
+        if not self._traces_stages or pipeline.failures.any:
             return
-        self._records = False
+        self._traces_stages = False
         answers = [remote.ask(StageCommands.trace, None) for remote in pipeline.remotes]
         for i, answer in enumerate(answers):
             trace = answer.wait()

@@ -39,7 +39,7 @@ class LostWorkers(Feature):
         """Check that workers can be replaced and steps verified in this run; warn if it has no workers.
 
         Raises:
-            MisconfigurationException: If the workers record traces.
+            MisconfigurationException: If the workers make traces.
         """
         if prepared.num_stages == 1:
             rank_zero_warn(

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from strategies.common.initialisation import initialiser, own_tensors, seeded_by_name
-from strategies.pipeline.construction.recording import Construction
+from strategies.pipeline.construction.without_memory import Construction
 
 
 def initialise(model: nn.Module, construction: Construction) -> list[str]:
-    """Record the initialisation of modules whose direct parameters or buffers lack values.
+    """Note in recipes the initialisation of modules whose direct parameters or buffers lack values.
 
     ``_init_weights`` of the enclosing Hugging Face model initialises a module; in other models, the module's
     ``reset_parameters`` does. The seed of each module depends on the process's seed and the module's name only, so its
@@ -20,7 +20,7 @@ def initialise(model: nn.Module, construction: Construction) -> list[str]:
 
     Args:
         model: The model.
-        construction: Records operations on the tensors that lack values.
+        construction: Makes recipes for the tensors that lack values.
 
     Returns:
         The names of these modules. Tensors of modules without such a method still lack values.
@@ -32,7 +32,7 @@ def initialise(model: nn.Module, construction: Construction) -> list[str]:
         if function is None:
             continue
         names.append(name)
-        with torch.no_grad(), seeded_by_name(name), _values_kept(module, construction), construction.recording():
+        with torch.no_grad(), seeded_by_name(name), _values_kept(module, construction), construction.without_memory():
             function()
     return names
 

@@ -1,6 +1,6 @@
-"""Recipes: the operations that compute the values of a storage, in the order in which they were recorded.
+"""Recipes: the operations that compute the values of a storage, in the order in which the code called them.
 
-Any process that replays a recipe gets the same values, bit by bit. Each operation that draws random numbers is recorded
+Any process that replays a recipe gets the same values, bit by bit. Each operation that draws random numbers is kept
 with the state of the generator, so recipes can be replayed in any order and in any process.
 """
 
@@ -19,7 +19,7 @@ from strategies.pipeline.construction.stored import Stored
 
 @dataclass(frozen=True)
 class View:
-    """A tensor on a recorded storage.
+    """A tensor on an unbuilt storage.
 
     Attributes:
         storage: The number of the storage.
@@ -51,15 +51,15 @@ class View:
 
 
 @dataclass
-class RecordedOperation:
-    """A recorded operation.
+class RecipeStep:
+    """An operation on tensors without memory.
 
     Attributes:
         operator: Namespace, name and overload of the operator; ``None`` if the result is the only argument.
-        args, kwargs: The arguments, with a :class:`View` in place of each tensor on a recorded storage, and
+        args, kwargs: The arguments, with a :class:`View` in place of each tensor on an unbuilt storage, and
             :class:`Stored` in place of values in files.
         outputs: A view for each tensor that the operation returns, except for views of arguments.
-        default_dtype: The default dtype when the operation was recorded.
+        default_dtype: The default dtype when the code called the operation.
         random_state: The state of the generator, if the operation draws random numbers.
     """
 
@@ -74,7 +74,7 @@ class RecordedOperation:
         """Replay the operation.
 
         Args:
-            storages: The values of recorded storages so far, by number. Storages that the operation writes are added.
+            storages: The values of unbuilt storages so far, by number. Storages that the operation writes are added.
         """
 
         def real(view: View) -> Tensor:
@@ -95,7 +95,7 @@ class RecordedOperation:
                     results = tensors_in(named_operator(*self.operator)(*args, **kwargs))
                 except Exception as error:  # of any kind, from an operator
                     raise RuntimeError(
-                        f"`{self.operator[1]}`, recorded while the model was built in configure_model or init_module, "
+                        f"`{self.operator[1]}`, called while the model was built in configure_model or init_module, "
                         f"cannot be repeated: {error}. Build the model in __init__, or compute this value differently."
                     ) from error
         for view, result in zip(self.outputs, results, strict=bool(self.outputs)):
@@ -117,7 +117,7 @@ class _Constant:
 
 
 def constant(tensor: Tensor | None, stored: Stored | None = None) -> Any:
-    """Return the object that represents a tensor with values in the arguments of a :class:`RecordedOperation`."""
+    """Return the object that represents a tensor with values in the arguments of a :class:`RecipeStep`."""
     return _Constant(tensor, stored)
 
 
@@ -133,7 +133,7 @@ class Recipe:
 
     storage: int
     num_bytes: int
-    steps: list[RecordedOperation]
+    steps: list[RecipeStep]
 
     def replay(self, known: Mapping[int, UntypedStorage] | None = None) -> UntypedStorage:
         """Return a storage with the values. The caller may change them.
@@ -154,7 +154,7 @@ class Recipe:
         return storages.get(self.storage) or UntypedStorage(self.num_bytes)
 
 
-def views_in(step: RecordedOperation) -> Iterator[View]:
+def views_in(step: RecipeStep) -> Iterator[View]:
     """Return the views in the arguments and outputs of a step."""
     found: list[View] = []
     tree_map_only(View, found.append, (list(step.args), dict(step.kwargs), list(step.outputs)))

@@ -28,7 +28,7 @@ from strategies.commands.host import AfterFailure, follow, perform
 from strategies.common.errors import PeerFailed, WorkerLost, is_consequence
 from strategies.pipeline.control.commands import NamedParameters, StageCommands, meets_replicas
 from strategies.pipeline.control.lost_workers import StageProcess, cause_of, loss_of
-from strategies.pipeline.transport.channel import Sender, unrecorded
+from strategies.pipeline.transport.channel import Sender, unprofiled
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -117,7 +117,7 @@ class Failures:
                 current.raise_cause()
 
     def add(self, error: BaseException, *, consequence: bool) -> None:
-        """Record a failure, unless the session is over."""
+        """Note a failure, unless the session is over."""
         with self._lock:
             if self._successor is not None:
                 _drop_frames(error)
@@ -132,7 +132,7 @@ class Failures:
             self.first.set_result(None)
 
     def _add_raised(self, error: BaseException) -> bool:
-        """Record an error of the user's code, which ends with it; return ``False`` if the session is over."""
+        """Note an error of the user's code, which ends with it; return ``False`` if the session is over."""
         with self._lock:
             if self._successor is not None:
                 return False
@@ -144,7 +144,7 @@ class Failures:
         return self._successor is None
 
     def put_first(self, error: BaseException) -> None:
-        """Record an error that is raised in place of the failures so far."""
+        """Note an error that is raised in place of the failures so far."""
         with self._lock:
             self._found.insert(0, (error, False))
             self._interruption = None
@@ -350,7 +350,7 @@ class _Callee:
     Attributes:
         process: The process of the stage at the time of the call.
         lost: Done if this process has been given up.
-        failures: Records the failures of this process.
+        failures: Notes the failures of this process.
         replies: The replies of this process.
     """
 
@@ -602,7 +602,7 @@ class RemoteStage(NotCopyable):
         host: The ``RRef`` to the :class:`~strategies.commands.host.Host` of the stage.
         description: The stage in words.
         process: The process of the stage.
-        failures: Records the failures of the stage.
+        failures: Notes the failures of the stage.
     """
 
     def __init__(self, name: str, host: Any, description: str, process: StageProcess, failures: Failures) -> None:
@@ -651,7 +651,7 @@ class RemoteStage(NotCopyable):
             name: The RPC name of the new process.
             host: The ``RRef`` to its host.
             process: The new process.
-            failures: Records the failures of the stage from now on.
+            failures: Notes the failures of the stage from now on.
         """
         self._name, self._host, self.process, self.failures = name, host, process, failures
         self._number, self._replies, self._lost = 0, _InOrder(), Future()
@@ -685,7 +685,7 @@ class RemoteStage(NotCopyable):
         return self._lost.done()
 
     def give_up(self, why: str) -> None:
-        """Kill the process of the stage, and record that as a failure."""
+        """Kill the process of the stage, and note that as a failure."""
         error = WorkerLost(f"{self.description}, {self.process.description}, {why}")
         self.failures.add(error, consequence=self.failures.raised)
         self._lost.set_result(None)
@@ -695,7 +695,7 @@ class RemoteStage(NotCopyable):
         """Make the stage follow orders on a link from now on."""
         self._link = link
         called = _Callee(self.process, self._lost, self.failures, self._replies)
-        reply: Any = unrecorded(rpc.rpc_async, self._name, follow, args=(self._host,), timeout=0)
+        reply: Any = unprofiled(rpc.rpc_async, self._name, follow, args=(self._host,), timeout=0)
         reply.add_done_callback(partial(self._settle, done=self._followed, called=called))
 
     def disconnect(self) -> None:
@@ -706,7 +706,7 @@ class RemoteStage(NotCopyable):
         self._link = None
 
     def send(self, command: StageCommand[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Send a command that has no result. Failures are recorded as soon as they are known."""
+        """Send a command that has no result. Failures are noted as soon as they are known."""
         declared = _DECLARATIONS[command.__name__]
         call: Call = (command.__name__, args, kwargs)
         self.version += declared.changes_values
@@ -814,7 +814,7 @@ class RemoteStage(NotCopyable):
     def begin_beside(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call ``function(host, ...)`` in the present process of the stage; return a future of torch."""
         try:
-            return unrecorded(rpc.rpc_async, self._name, function, args=(self._host, *args), timeout=0)
+            return unprofiled(rpc.rpc_async, self._name, function, args=(self._host, *args), timeout=0)
         except RuntimeError as error:
             if self.cause_of(error) is error:
                 raise  # else RPC knows already that the process has ended
@@ -895,7 +895,7 @@ class RemoteStage(NotCopyable):
 
 
 def _add(failure: Failure, failures: Failures) -> BaseException:
-    """Record the failure of a command, and return its exception."""
+    """Note the failure of a command, and return its exception."""
     failed = failure.exception()
     if isinstance(failed, StopIteration):
         failed, failed.__cause__ = _not_ending_loops(failed), failed

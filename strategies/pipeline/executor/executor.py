@@ -188,7 +188,7 @@ class Executor(NotCopyable):
         return this
 
     def note_backward(self, number: int) -> None:
-        """Record that the backward part of a pass begins. Its gradients are not averaged yet."""
+        """Note that the backward part of a pass begins. Its gradients are not averaged yet."""
         if self._parts.averaging is not None:
             self._parts.averaging.before_backward()
         self.unfinished.discard(number)

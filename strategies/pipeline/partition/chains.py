@@ -60,7 +60,7 @@ def _common(paths: Sequence[str]) -> str:
 
 
 class _Tracer(fx.Tracer):
-    """Traces the code of some modules, and records calls of all other modules.
+    """Traces the code of some modules, and keeps calls of all other modules as nodes of the graph.
 
     Args:
         traced: The modules.
@@ -71,7 +71,7 @@ class _Tracer(fx.Tracer):
         self._traced = traced
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Return whether a call of a module is recorded."""
+        """Return whether a call of a module becomes a node."""
         return m not in self._traced
 
 

@@ -1,7 +1,7 @@
 """Measure the cost of each layer or block, and the cost of the rest of the model, which runs on the driver.
 
 The model's ``forward`` runs on an example. In the first run, each block is measured on a copy, with the arguments that
-the model passes, and its output is recorded. In later runs, stand-ins return the recorded outputs and pass gradients
+the model passes, and its output is kept. In later runs, stand-ins return the kept outputs and pass gradients
 on, so that the cost of these runs is the cost of the driver's part::
 
     embedding ─▶ block 0 ─▶ block 1 ─▶ norm, head, loss        first run: blocks are measured
@@ -126,7 +126,7 @@ class BySize:
 
     def driver(self, runs: Runs, parameters: Iterable[Tensor], example: Example) -> float:
         """Return the cost of the driver's part."""
-        activations, _ = activation_bytes(runs, example.value, runs.recorded)
+        activations, _ = activation_bytes(runs, example.value, runs.returned)
         return parameter_bytes(parameters, self.param_scale) + activations * self.held / example.microbatches
 
     def unmeasured(self, parameters: Iterable[Tensor]) -> float:
@@ -213,7 +213,7 @@ def costs_of(
         with runs.replacing():
             try:
                 runs(as_output(example.value))
-                if runs.num_recorded:
+                if runs.num_called:
                     return Costs(layers, measure.driver(runs, outside, example))
                 reason = f"{example.described} does not call it"
             except NotImplementedError:
@@ -325,11 +325,11 @@ class Runs(nn.Module):
         ]
 
     @property
-    def num_recorded(self) -> int:
+    def num_called(self) -> int:
         """How many modules have been called."""
         return len(self._outputs)
 
-    def recorded(self) -> list[Tensor]:
+    def returned(self) -> list[Tensor]:
         """Return the tensors that the stand-ins returned in the last run. They count as outputs of the modules."""
         return self._returned
 
@@ -379,7 +379,7 @@ class Runs(nn.Module):
 
 
 class _StandIn(torch.autograd.Function):
-    """Returns copies of recorded outputs. The gradients of the inputs have the right shapes, but arbitrary values."""
+    """Returns copies of kept outputs. The gradients of the inputs have the right shapes, but arbitrary values."""
 
     @staticmethod
     def forward(

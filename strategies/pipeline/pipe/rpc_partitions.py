@@ -169,7 +169,7 @@ class _PartitionExecutor(Executor):
         self.discard(self.current)
 
     def _begin_without_failures(self, failures: Failures) -> None:
-        """Start to record failures. The first failure ends the waits of this process."""
+        """Start to note failures. The first failure ends the waits of this process."""
         self._parts = replace(self._parts, failures=failures)
         for remote in self.remotes:
             remote.failures = failures

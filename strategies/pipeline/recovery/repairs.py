@@ -44,7 +44,7 @@ class Recovery:
 
 @dataclass(frozen=True)
 class Repair:
-    """A record of one replacement of lost workers.
+    """One replacement of lost workers.
 
     Attributes:
         time: The time of the repair, in seconds since 1970.

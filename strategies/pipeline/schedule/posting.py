@@ -72,7 +72,7 @@ def posting_order(rows: Sequence[Sequence[Computation]], num_stages: int) -> lis
 
 
 class _Posting:
-    """Simulates rows on devices that run one operation at a time, earliest first, and records the order.
+    """Simulates rows on devices that run one operation at a time, earliest first, and keeps the order.
 
     Args:
         rows: The computations of each process.
@@ -112,14 +112,14 @@ class _Posting:
                 continue
             _, is_computation, computation = heapq.heappop(self._can_run)
             r, place = self._place[computation]
-            if is_computation and place == self._next[r]:  # otherwise it has run already: it was recorded twice
+            if is_computation and place == self._next[r]:  # otherwise it has run already: it was added twice
                 self._run(computation)
             elif not is_computation and computation in self._waiting:
                 self._transfer(computation)
         return self._posted
 
     def _look_at(self, r: int) -> None:
-        """Record the operations that a process can run next."""
+        """Add the operations that a process can run next."""
         if self._next[r] == len(self._rows[r]):
             return
         computation = self._rows[r][self._next[r]]

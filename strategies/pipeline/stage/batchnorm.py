@@ -50,7 +50,7 @@ class DeferredStatistics:
         self._moments: dict[BatchNorm, _Moments] = {}
         self._gathering = False
         self._hooks = [
-            module.register_forward_pre_hook(self._observe)
+            module.register_forward_pre_hook(self._take_moments)
             for module in layers.modules()
             if isinstance(module, BatchNorm) and module.running_mean is not None
         ]
@@ -88,7 +88,7 @@ class DeferredStatistics:
         for hook in self._hooks:
             hook.remove()
 
-    def _observe(self, norm: nn.Module, args: tuple[Tensor, ...]) -> None:
+    def _take_moments(self, norm: nn.Module, args: tuple[Tensor, ...]) -> None:
         assert isinstance(norm, BatchNorm)
         if not (self._gathering and norm.training):
             return

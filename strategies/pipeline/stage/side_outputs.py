@@ -172,7 +172,7 @@ class Placeholders:
         """Values of side outputs of the driver's stage that placeholders currently replace."""
 
     def unwrapped(self, value: Any) -> Any:
-        """Record the side outputs that arrived with an output, and return the output."""
+        """Keep the side outputs that arrived with an output, and return the output."""
         if not isinstance(value, WithSideOutputs):
             return value
         for attribute in value.attributes:

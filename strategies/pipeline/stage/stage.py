@@ -45,7 +45,7 @@ from strategies.pipeline.stage.weight_gradients import WeightGradients
 from strategies.pipeline.transport.ties import TiedParameters
 
 Note = Callable[[str], None]
-"""Records the current activity of a stage, such as ``F3, layer 5``."""
+"""Notes the current activity of a stage, such as ``F3, layer 5``."""
 
 
 class DriverCode(Protocol):
@@ -130,7 +130,7 @@ class Stage:
         chunks: The chunks by their numbers, which are those of stages in tables of actions.
         edges: This process's ends of the edges between chunks.
         ties: The tied parameters of this process; ``None`` if there are none.
-        activity: Records what the stage does; ``None`` on the driver.
+        activity: Notes what the stage does; ``None`` on the driver.
         name: A description of the stage for errors.
     """
 
@@ -171,7 +171,7 @@ class Stage:
             chunk.discard(pass_number)
 
     def note(self, what: str) -> None:
-        """Record the current activity of the stage, such as ``F3, layer 5``."""
+        """Note the current activity of the stage, such as ``F3, layer 5``."""
         if self._activity is not None:
             self._activity.doing = what
 
@@ -364,7 +364,7 @@ class Chunk:
         Args:
             this: The pass.
             m: The micro-batch.
-            note: Records what the stage does.
+            note: Notes what the stage does.
             recorder: Records when the stage waits, computes and sends.
             with_graph: Whether code of the same process gets the output with its graph. The code then differentiates
                 the output within :meth:`in_backward`, and the backward pass only sends the resulting gradients.
@@ -420,7 +420,7 @@ class Chunk:
         Args:
             this: The pass.
             microbatches: The micro-batches; one if ``splits``.
-            note: Records what the stage does.
+            note: Notes what the stage does.
             recorder: Records when the stage waits, computes and sends; for several micro-batches, the first wait.
             splits: Whether to delay weight gradients that can wait until :meth:`weight_gradients`.
         """

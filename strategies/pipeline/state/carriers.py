@@ -5,7 +5,7 @@
 
 The values of large tensors are not part of the pickle. They follow one storage at a time, directly to their final place
 (:mod:`strategies.pipeline.transport.storages`, :mod:`strategies.pipeline.transport.slots`), so that no process holds a
-second copy of a stage. Tensors that have been recorded but not built are sent as recipes
+second copy of a stage. Tensors that have not been built are sent as recipes
 (:mod:`strategies.pipeline.construction`).
 """
 
@@ -34,7 +34,7 @@ from strategies.common.torch_compat import (
 )
 from strategies.common.transformers_compat import is_capturing_hook
 from strategies.pipeline.construction.recipe import Recipe, View
-from strategies.pipeline.construction.recording import SMALL_BYTES, Construction
+from strategies.pipeline.construction.without_memory import SMALL_BYTES, Construction
 from strategies.pipeline.state.stage_state import StageState
 from strategies.pipeline.transport.slots import Slot, SlotAddress
 
@@ -172,7 +172,7 @@ class Parcel:
     Attributes:
         blob: The pickle, with a number in place of each large storage.
         storages: These storages, in the order of their numbers. Tensors that share a storage also share it on arrival.
-        built: The numbers of the recorded storages that the receiver builds.
+        built: The numbers of the storages that the receiver builds.
     """
 
     blob: bytes
@@ -328,7 +328,7 @@ def pickled(
         state: The object to pickle.
         layers: The layers in ``state``. The error message names the layer that cannot be pickled.
         forbidden: The whole model, which must not become part of the pickle.
-        construction: Has the recipes of tensors that have been recorded but not built.
+        construction: Has the recipes of tensors that have not been built.
         small_bytes: The maximum size of a storage that is part of the pickle. Larger ones are left out.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Operations on tensors whose values are on a worker: the driver records them, and the stage runs them.
+"""Operations on tensors whose values are on a worker: the driver sends them, and the stage runs them.
 
     driver    with OnStages():
                   average.lerp_(weight, 0.1)      on stand-ins without values: shapes, types and errors
@@ -116,21 +116,21 @@ class OnStages(TorchFunctionMode):
         if _is_left_alone(func):
             return func(*args, **kwargs)
         values = {storage_key(t): t.relay_value for t in remotes if t.relay_value is not None}
-        recorder = OperationRecorder(values, loads=func is Tensor.copy_)
+        operations = RemoteOperations(values, loads=func is Tensor.copy_)
         with without_torch_function():
             if func.__name__ == "__get__" and not isinstance(found := func(*args, **kwargs), Tensor):
                 return found  # such as a shape
             try:
-                with recorder:
+                with operations:
                     result = func(*args, **kwargs)
             except RuntimeError as error:
-                if isinstance(error, NotCarriedError) or recorder.writes or "meta" not in str(error).lower():
+                if isinstance(error, NotCarriedError) or operations.writes or "meta" not in str(error).lower():
                     raise
                 return func(  # with values, such as item()
-                    *tree_map_only(Tensor, recorder.fetched, tuple(args)),
-                    **tree_map_only(Tensor, recorder.fetched, dict(kwargs)),
+                    *tree_map_only(Tensor, operations.fetched, tuple(args)),
+                    **tree_map_only(Tensor, operations.fetched, dict(kwargs)),
                 )
-            recorder.commit()
+            operations.commit()
 
             def marked(tensor: Tensor) -> Tensor:
                 value = values.get(storage_key(tensor)) if tensor.is_meta else None
@@ -149,8 +149,8 @@ class NotCarriedError(RuntimeError):
     """Raised for an operation that no stage can run."""
 
 
-class OperationRecorder(TorchDispatchMode):
-    """Mode that records operations on stand-ins. :meth:`commit` sends them to their stages.
+class RemoteOperations(TorchDispatchMode):
+    """Operations on stand-ins while this mode is active. :meth:`commit` sends them to their stages.
 
     Args:
         values: The known values of stand-ins by storage. The values of results are added.
@@ -162,7 +162,7 @@ class OperationRecorder(TorchDispatchMode):
         self._values, self._loads = values, loads
         self.writes = False
         """Whether an operation changes a tensor in place."""
-        self._recorded: list[tuple[Holder, TensorOperation, bool]] = []
+        self._uncommitted: list[tuple[Holder, TensorOperation, bool]] = []
         self._kept: list[Tensor] = []  # so that no new storage gets the same address
 
     def __torch_dispatch__(
@@ -178,7 +178,7 @@ class OperationRecorder(TorchDispatchMode):
         created = [t for t in tensors_in(result) if t.is_meta and self._value(t) is None]
         loaded = self._loads and len(args) > 1 and args[1].is_meta and self._value(args[1]) is None
         if known and (written or created) and not loaded:
-            self._record(func, args, kwargs, result, bool(written))
+            self._assign(func, args, kwargs, result, bool(written))
         return result
 
     def fetched(self, tensor: Tensor) -> Tensor:
@@ -187,8 +187,8 @@ class OperationRecorder(TorchDispatchMode):
         return tensor if value is None else value.holder.fetch(value.reference(tensor)).to(tensor.dtype)
 
     def commit(self) -> None:
-        """Send the recorded operations."""
-        for holder, operation, writes in self._recorded:
+        """Send the operations."""
+        for holder, operation, writes in self._uncommitted:
             holder.run(operation, writes)
 
     def _value(self, tensor: Tensor) -> RemoteValue | None:
@@ -198,7 +198,8 @@ class OperationRecorder(TorchDispatchMode):
         values = [value for t in tensors if (value := self._value(t)) is not None]
         return " and ".join(dict.fromkeys(value.holder.description for value in values))
 
-    def _record(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, writes: bool) -> None:
+    def _assign(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, writes: bool) -> None:
+        """Add an operation, or its parts, to the operations of the stages that hold its values."""
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise NotCarriedError(f"{func} draws random numbers, which would differ on another stage")
         tensors = tensors_in((args, kwargs))
@@ -249,7 +250,7 @@ class OperationRecorder(TorchDispatchMode):
                 number = value.key
             numbers.append(number)
         name = operator_name(func)
-        self._recorded.append((holder, TensorOperation(name, named_args, named_kwargs, tuple(numbers)), writes))
+        self._uncommitted.append((holder, TensorOperation(name, named_args, named_kwargs, tuple(numbers)), writes))
 
     def _reference(self, tensor: Tensor) -> WorkerTensor | Tensor:
         value = self._value(tensor)

@@ -41,7 +41,7 @@ from strategies.common.torch_compat import (
     TreeSpec,
     cpu_backend,
     profiler_is_on,
-    record_functions,
+    set_profiler_events,
     timeout_of,
     tree_flatten,
     tree_leaves,
@@ -180,7 +180,7 @@ def _places(sizes_bytes: Iterable[int]) -> tuple[list[int], int]:
     return starts, end
 
 
-def unrecorded(function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+def unprofiled(function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
     """Call a function that starts a send or a receive, without an event of torch's profiler.
 
     torch records such work as an event, and writes the event's end when the work ends, on the thread that detects it.
@@ -189,11 +189,11 @@ def unrecorded(function: Callable[Arguments, Result], *args: Arguments.args, **k
     """
     if not profiler_is_on():
         return function(*args, **kwargs)
-    record_functions(False)  # on this thread, and in callbacks that inherit its state
+    set_profiler_events(False)  # on this thread, and in callbacks that inherit its state
     try:
         return function(*args, **kwargs)
     finally:
-        record_functions(True)
+        set_profiler_events(True)
 
 
 class Layout:
@@ -354,11 +354,11 @@ class Sender:
         message.write_header(known.number, pass_number, microbatch, len(description))
         for place, tensor in zip(message.places(layout), tensors, strict=layout.is_small):
             place.copy_(tensor.detach() if tensor.requires_grad else tensor)
-        works = [unrecorded(post, [message.tensor], peer, tag)]
+        works = [unprofiled(post, [message.tensor], peer, tag)]
         others = [as_message(description)] if description else []
         if not layout.is_small:
             others += [_in_order(tensor) for tensor in tensors if tensor.numel()]
-        works += [unrecorded(post, [tensor], peer, tag + 1) for tensor in others]
+        works += [unprofiled(post, [tensor], peer, tag + 1) for tensor in others]
         self._under_way.append(Sent(works, message, others, known))
         self._bytes_under_way += layout.total_bytes
         self._num_not_copied += not layout.is_small
@@ -372,7 +372,7 @@ class Sender:
         message = _Buffer(_HEADER.size)
         message.write_header(_FAILED, 0, 0, 0)
         with suppress(RuntimeError):
-            self._under_way.append(Sent([unrecorded(self._post, [message.tensor], self._peer, self._tag)], message))
+            self._under_way.append(Sent([unprofiled(self._post, [message.tensor], self._peer, self._tag)], message))
 
     def release(self, keep: int = 0) -> None:
         """Drop references to all sent values but the last ``keep``. Call this when they are known to have arrived."""
@@ -521,7 +521,7 @@ class Receiver:
             message = self._free.pop() if self._free else _Buffer(_HEADER.size + self.small_bytes)
             message.clear()
             try:
-                work = unrecorded(self._recv, [message.tensor], self._peer, self._tag)
+                work = unprofiled(self._recv, [message.tensor], self._peer, self._tag)
             except RuntimeError:  # the peer's process has ended, but its last messages may have arrived
                 if not self._posted:
                     raise
@@ -629,4 +629,4 @@ class Receiver:
         return [tensor.to(self._device, non_blocking=pins) for tensor in tensors]
 
     def _post_other(self, memory: Tensor) -> Work:
-        return unrecorded(self._recv, [memory], self._peer, self._tag + 1)
+        return unprofiled(self._recv, [memory], self._peer, self._tag + 1)

@@ -40,7 +40,7 @@ from strategies.pipeline.transport.channel import (
     Sent,
     Transfer,
     as_message,
-    unrecorded,
+    unprofiled,
 )
 from strategies.pipeline.transport.ties import GRADIENT_TAG, VALUE_TAG, Tie, pairs_of
 
@@ -193,9 +193,9 @@ class DeviceSender(Sender):
         payload = [self._contiguous(tensor) for tensor in tensors if tensor.numel()]
         message = self._message(known)
         message.write_header(known.number, pass_number, microbatch, len(description))
-        works = [unrecorded(self._post, [message.tensor], self._peer, self._tag)]
+        works = [unprofiled(self._post, [message.tensor], self._peer, self._tag)]
         others = [as_message(description)] if description else []
-        works += [unrecorded(self._post, [tensor], self._peer, self._tag + 1) for tensor in others]
+        works += [unprofiled(self._post, [tensor], self._peer, self._tag + 1) for tensor in others]
         transfer = self._link.send(payload) if payload else None
         self._under_way.append(Sent(works, message, others, known, transfer))
         self._bytes_under_way += known.layout.total_bytes

@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroup
 from strategies.common.torch_compat import cpu_backend, storage_key, timeout_of
 from strategies.common.trees import TensorLayout
 from strategies.common.waiting import Wait
-from strategies.pipeline.transport.channel import Transfer, unrecorded
+from strategies.pipeline.transport.channel import Transfer, unprofiled
 from strategies.pipeline.transport.device import Links, Route, bytes_of, given_up
 
 _FIRST_TAG = 1000
@@ -186,7 +186,7 @@ class SimulatedLink:
 
     def _move(self, post: Callable[[list[Tensor], int, int], Any], messages: Sequence[Tensor]) -> None:
         for message in messages:
-            unrecorded(post, [message], self._peer, self._tag).wait(self._timeout)
+            unprofiled(post, [message], self._peer, self._tag).wait(self._timeout)
 
     def _check_payload(self, tensor: Tensor) -> None:
         """Check that a tensor can be sent."""

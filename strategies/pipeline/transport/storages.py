@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from strategies.common.torch_compat import timeout_of
 from strategies.common.waiting import Wait
-from strategies.pipeline.transport.channel import NO_LIMIT, unrecorded
+from strategies.pipeline.transport.channel import NO_LIMIT, unprofiled
 
 _TAG = 8
 
@@ -28,7 +28,7 @@ def send_storages(storages: list[UntypedStorage], group: ProcessGroup, peer: int
     """
     while storages:
         message = as_bytes(storages.pop(0)).cpu()
-        work = unrecorded(group.send, [message], peer, _TAG)
+        work = unprofiled(group.send, [message], peer, _TAG)
         wait(partial(work.wait, timeout_of(group)))
 
 
@@ -38,7 +38,7 @@ def receive_storages(storages: Sequence[UntypedStorage], group: ProcessGroup, pe
     There is no time-out, because the sender may serve other stages first. The wait ends if the sender ends.
     """
     for storage in storages:
-        work = unrecorded(group.recv, [as_bytes(storage)], peer, _TAG)
+        work = unprofiled(group.recv, [as_bytes(storage)], peer, _TAG)
         wait(partial(work.wait, NO_LIMIT))
 
 

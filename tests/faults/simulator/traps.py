@@ -54,7 +54,7 @@ class Position:
     replica: int
 
     def set(self, batch: int, phase: str) -> None:
-        """Record a batch, or -1 before the first one, and a phase."""
+        """Note a batch, or -1 before the first one, and a phase."""
         descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT)
         try:
             os.pwrite(descriptor, f"{batch:4d} {phase:<12}".encode(), 0)
@@ -140,7 +140,7 @@ class Traps:
         return Path(self.position.folder) / f"worker-{self.position.replica}-{stage}"
 
     def note_worker(self) -> None:
-        """Record this process as the worker of its stage."""
+        """Note this process as the worker of its stage."""
         stage = _own_stage()
         if stage is not None and os.getpid() != self.driver:
             file = self._file_of_worker(stage)

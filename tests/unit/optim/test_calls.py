@@ -57,7 +57,7 @@ def optimizer() -> Noting:
 
 
 class Followed:
-    """Records what other processes would be asked to do."""
+    """Notes what other processes would be asked to do."""
 
     def __init__(self, optimizer: Optimizer, **options: Any) -> None:
         self.updates: list[dict[str, Any]] = []

@@ -1,7 +1,7 @@
 """Models built without memory: in ``configure_model``, in ``trainer.init_module()``, or on the ``meta`` device.
 
-Their construction is recorded, and each process builds the layers of its stage. The weights of a checkpoint for such
-layers stay in the file until the process that builds the layers reads them.
+The driver has a recipe for each large tensor, and each process builds the layers of its stage. The weights of a
+checkpoint for such layers stay in the file until the process that builds the layers reads them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,21 +23,21 @@ from strategies.lightning.features.feature import Feature, PipelineArguments
 from strategies.lightning.options import Options
 from strategies.lightning.run import Preparation
 from strategies.pipeline.construction.initialise import initialise
-from strategies.pipeline.construction.recording import Construction
 from strategies.pipeline.construction.stored import FileReference
+from strategies.pipeline.construction.without_memory import Construction
 from strategies.pipeline.partition.sequential import Pipelined
 from strategies.pipeline.state.remote_tensor import RemoteParameter
 from strategies.pipeline.state.stand_ins import replace_parameter, without_stand_ins
 
 
 class ModelConstruction(Feature):
-    """Records how models are built, and builds each layer in the process that holds it.
+    """Makes recipes for models that are built without memory, and builds each layer in the process that holds it.
 
     Args:
         gather_on_end: The option ``gather_on_end``.
 
     Attributes:
-        construction: The recorded construction.
+        construction: Has the recipes.
         references: References to the weights of the checkpoint that is being loaded.
     """
 
@@ -52,13 +52,13 @@ class ModelConstruction(Feature):
         return cls(options.gather_on_end)
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Context in which models are built without memory for their large tensors, and recorded."""
+    def without_memory(self) -> Iterator[None]:
+        """Context in which models are built without memory for their large tensors."""
 
         def later(path: str, key: str, like: Tensor) -> Tensor:
             return self.construction.stored_tensor(InSafetensors.of(path, key), like)
 
-        with torch.device("cpu"), lazy_safetensors(later), self.construction.recording():
+        with torch.device("cpu"), lazy_safetensors(later), self.construction.without_memory():
             yield
 
     def gathers(self, module: Pipelined) -> bool:
@@ -78,7 +78,7 @@ class ModelConstruction(Feature):
             )
 
     def builder(self, model: nn.Module) -> Callable[[Iterable[nn.Module]], None]:
-        """Return a function that builds modules of the model on the driver, if their construction was recorded."""
+        """Return a function that builds modules of the model on the driver, if they were built without memory."""
         built: dict[int, torch.UntypedStorage] = {}
         return lambda modules: self.construction.build(modules, partial(replace_parameter, model, ()), built)
 
@@ -89,7 +89,7 @@ class ModelConstruction(Feature):
     # Checkpoints
 
     def adopt(self, model: nn.Module) -> bool:
-        """Return whether tensors of a model have no memory, and prepare them for recording operations on them."""
+        """Return whether tensors of a model have no memory, and prepare recipes for them."""
         without_stand_ins(model)
         found = [tensor for _, tensor in tensors_of(model) if tensor.is_meta]
         for tensor in found:
@@ -103,7 +103,7 @@ class ModelConstruction(Feature):
     @contextmanager
     def loading(self) -> Iterator[None]:
         """Context in which values of the checkpoint can be loaded into tensors without memory."""
-        with self.construction.references.used(self.references), self.construction.recording():
+        with self.construction.references.used(self.references), self.construction.without_memory():
             yield
 
     def load_sharded(

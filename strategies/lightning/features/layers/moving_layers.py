@@ -109,7 +109,7 @@ def check_movable(
         is_external: Whether torchrun, SLURM or a similar launcher has started the workers.
         devices: The device of each stage.
         gathers: Whether the driver may hold the whole model.
-        profiles: Whether the workers record traces for ``PyTorchProfiler``.
+        profiles: Whether the workers make traces for ``PyTorchProfiler``.
 
     Raises:
         MisconfigurationException: If they cannot move.

@@ -90,7 +90,7 @@ PlannedCalls = tuple[list[Any], bytes]
 
 
 def call_blocks(layers: nn.Sequential, value: PlannedCalls, before: Before) -> Any:
-    """Run the recorded calls of some blocks; see :data:`~strategies.pipeline.stage.layers.CallLayers`.
+    """Run the deferred calls of some blocks; see :data:`~strategies.pipeline.stage.layers.CallLayers`.
 
     Returns:
         The value for the next stage. After the last block: the output of that block and the entries of the table that

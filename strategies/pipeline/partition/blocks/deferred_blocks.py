@@ -1,7 +1,7 @@
-"""Record the calls of blocks while the model's code runs, and run them as one pass through the stages.
+"""Defer the calls of blocks while the model's code runs, and run them as one pass through the stages.
 
-    for block in self.layers:              call of block 0      recorded, returns a deferred output
-        hidden = block(hidden, mask)       call of block 1      recorded, returns a deferred output
+    for block in self.layers:              call of block 0      deferred, returns a deferred output
+        hidden = block(hidden, mask)       call of block 1      deferred, returns a deferred output
     hidden = self.norm(hidden)             call of the last     runs all of them, returns the output
 
 The model's code before, between and after the calls runs on the driver, unchanged.
@@ -47,9 +47,9 @@ from strategies.pipeline.partition.blocks.batch_rows import (
     with_tensors_replaced,
 )
 from strategies.pipeline.partition.blocks.calls import PlannedCalls, call_blocks
+from strategies.pipeline.partition.blocks.deferred_calls import NOT_JOINED, DeferredCalls, KnownCalls
 from strategies.pipeline.partition.blocks.expected import ExpectedOutputs
 from strategies.pipeline.partition.blocks.output import DeferredOutput
-from strategies.pipeline.partition.blocks.recording import NOT_JOINED, KnownCalls, RecordedCalls
 from strategies.pipeline.stage.layers import Before, is_checkpointing, is_recomputing
 from strategies.pipeline.stage.microbatch.split import pack_objects, unpack_objects
 from strategies.sharding.gathered_layers import alone
@@ -74,9 +74,9 @@ class _Left(Enum):
 class _ReachedLastBlock(BaseException):
     """Ends a probe at the call of the last block. Not an ``Exception``, so that the model's code does not catch it."""
 
-    def __init__(self, recording: RecordedCalls) -> None:
+    def __init__(self, calls: DeferredCalls) -> None:
         super().__init__()
-        self.recording = recording
+        self.calls = calls
 
 
 @dataclass
@@ -103,7 +103,7 @@ class DeferredBlocks:
 
     Args:
         blocks: The list, or several lists, each of which runs as a separate pass.
-        run: Runs the recorded calls.
+        run: Runs the deferred calls.
         path: The dotted path of the list in ``model``; empty for several lists.
         model: The whole model. The arguments of the modules that contain the list show how many rows a batch has. For
             blocks that are called elsewhere, the arguments of :meth:`step` show this.
@@ -125,7 +125,7 @@ class DeferredBlocks:
         """The names of the blocks of each list in the order in which the model calls them."""
         self._list_of = {name: number for number, own in enumerate(self._lists) for name in own}
         self._expected, self._known = ExpectedOutputs(blocks, path), KnownCalls()
-        self._recording: RecordedCalls | None = None
+        self._calls: DeferredCalls | None = None
         self._in_stage = False
         self._skipped: list[int] | None = None
         """During a probe, the lists of the passes that it still has to skip."""
@@ -156,10 +156,10 @@ class DeferredBlocks:
     def end(self) -> None:
         """Stop intercepting calls."""
         self._ending.close()
-        self._recording, self._parts, self._split = None, [], None
+        self._calls, self._parts, self._split = None, [], None
 
     def call(self, layers: nn.Sequential, value: PlannedCalls, before: Before) -> Any:
-        """Run recorded calls on this process; see :func:`~strategies.pipeline.partition.blocks.calls.call_blocks`."""
+        """Run deferred calls on this process; see :func:`~strategies.pipeline.partition.blocks.calls.call_blocks`."""
         self._in_stage = True
         try:
             with collector_hidden():
@@ -211,37 +211,37 @@ class DeferredBlocks:
             self._step = None
 
     def _called(self, name: str, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Record a call of a block by the model, or run a call of a block by a stage."""
+        """Defer a call of a block by the model, or run a call of a block by a stage."""
         if self._in_stage:
             return own(*args, **kwargs)
-        recording, number = self._recording, self._list_of[name]
+        calls, number = self._calls, self._list_of[name]
         names = self._lists[number]
-        if recording is None or (names[0] == name and not recording.made_any_of((args, kwargs))):
-            if recording is not None:
-                recording.abandon(f"block {dotted(self.path, name)} was called first for another pass")
-            recording = self._recording = RecordedCalls(self.path, names, self._blocks, self._expected, self._known)
+        if calls is None or (names[0] == name and not calls.made_any_of((args, kwargs))):
+            if calls is not None:
+                calls.abandon(f"block {dotted(self.path, name)} was called first for another pass")
+            calls = self._calls = DeferredCalls(self.path, names, self._blocks, self._expected, self._known)
         try:
-            if not recording.record(name, args, kwargs):
-                return recording.last_output()
+            if not calls.defer(name, args, kwargs):
+                return calls.last_output()
         except BaseException:
-            self._recording = None
+            self._calls = None
             raise
-        self._recording = None
+        self._calls = None
         if self._skipped is not None:
-            return self._skip(recording, number)
+            return self._skip(calls, number)
         self._parts, self._split = [], None
-        value = recording.value()
-        output, returned = self._run(value, partial(self._find_rows, recording, value[1]), number)
+        value = calls.value()
+        output, returned = self._run(value, partial(self._find_rows, calls, value[1]), number)
         for call in self._calls_in_progress():
             call.ran.append(number)
-        recording.give_values(returned, [self._can_be_joined(slot, k) for k, slot in enumerate(recording.returned)])
+        calls.give_values(returned, [self._can_be_joined(slot, k) for k, slot in enumerate(calls.returned)])
         self._check_last_output(name)
         self._parts, self._split = [], None
         if torch.is_grad_enabled() and value[1] in self._left_out:
             output = tree_map(lambda leaf: self._not_joined(name) if leaf is _Left.OUT else leaf, output)
         return output
 
-    def _skip(self, recording: RecordedCalls, number: int) -> Any:
+    def _skip(self, calls: DeferredCalls, number: int) -> Any:
         """During a probe, return zeros in place of the output of a pass that has run in the call that is repeated.
 
         Raises:
@@ -249,12 +249,12 @@ class DeferredBlocks:
         """
         assert self._skipped is not None
         if not self._skipped:
-            raise _ReachedLastBlock(recording)
+            raise _ReachedLastBlock(calls)
         if self._skipped.pop(0) != number:
             raise RuntimeError("it calls the lists of blocks in another order")
-        device = recording.device
-        recording.give_zeros()
-        expected = self._expected.of(recording.names[-1], *recording.last_arguments)
+        device = calls.device
+        calls.give_zeros()
+        expected = self._expected.of(calls.names[-1], *calls.last_arguments)
         return tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device=device), expected.output)
 
     def _not_joined(self, name: str) -> DeferredOutput:
@@ -285,8 +285,8 @@ class DeferredBlocks:
                     "schedule='1f1b'."
                 )
 
-    def _find_rows(self, recording: RecordedCalls, plan: bytes) -> list[bool] | None:
-        """Decide which tensors of a recording have rows.
+    def _find_rows(self, calls: DeferredCalls, plan: bytes) -> list[bool] | None:
+        """Decide which tensors of deferred calls have rows.
 
         Raises:
             RuntimeError: If this is not clear in a training pass. Other passes then run as one micro-batch.
@@ -294,13 +294,13 @@ class DeferredBlocks:
         outer, rows = self._outer_call()
         if rows == 1:
             return None
-        key = recording.users(), kinds_of(recording.table, rows)
+        key = calls.users(), kinds_of(calls.table, rows)
         why = "neither a module that contains the blocks nor training_step was called with tensors that have rows"
         if outer is not None and rows:
             if key not in self._rows:
-                self._rows[key] = self._evidence(recording, outer, rows)
+                self._rows[key] = self._evidence(calls, outer, rows)
             found, why = self._rows[key]
-            if found is not None and not torch.is_grad_enabled() and not found.joins(recording.returned):
+            if found is not None and not torch.is_grad_enabled() and not found.joins(calls.returned):
                 return None
             if found is not None:
                 self._split = replace(found, rows=rows)
@@ -332,9 +332,9 @@ class DeferredBlocks:
                 found = (call, rows) if found[0] is None else found
         return found
 
-    def _evidence(self, recording: RecordedCalls, outer: _OuterCall, rows: int) -> tuple[Rows | None, str]:
+    def _evidence(self, calls: DeferredCalls, outer: _OuterCall, rows: int) -> tuple[Rows | None, str]:
         """Find out which values have rows by calls with half of the rows. Returns ``None`` and a reason if unclear."""
-        if self._list_of[recording.names[0]] in outer.ran:
+        if self._list_of[calls.names[0]] in outer.ran:
             return None, "the model has called the blocks before in the same call, with different kinds of arguments"
         arguments = pack_objects(outer.arguments)
         if (square := square_in(arguments, rows)) is not None:
@@ -345,25 +345,25 @@ class DeferredBlocks:
             if isinstance(probe, str):
                 why = why or f"the model fails when it is called with half of the rows ({probe})"
                 continue
-            found, why = self._compared(recording, probe, rows, half)
+            found, why = self._compared(calls, probe, rows, half)
             if found is not None:
                 return found, ""
         return None, why
 
     def _compared(
-        self, recording: RecordedCalls, probe: RecordedCalls, rows: int, probe_rows: int
+        self, calls: DeferredCalls, probe: DeferredCalls, rows: int, probe_rows: int
     ) -> tuple[Rows | None, str]:
-        """Compare the recordings of two calls."""
-        if recording.users() != probe.users():
+        """Compare the deferred calls of the batch and of a probe."""
+        if calls.users() != probe.users():
             return None, "with half of the rows the blocks get a different number of tensors"
-        if (changed := recording.differs_from(probe)) is not None:
+        if (changed := calls.differs_from(probe)) is not None:
             return None, f"{changed} depends on the number of rows"
-        found = decide(recording.table, probe.table, rows, probe_rows)
+        found = decide(calls.table, probe.table, rows, probe_rows)
         for slot, has_rows in enumerate(found):
-            if has_rows is None or (slot == recording.hidden_slot and not has_rows):
-                return None, f"it is not clear whether {recording.describe(slot)} has one row per sample"
-        name = recording.names[-1]
-        last, last_of_probe = (self._expected.of(name, *one.last_arguments) for one in (recording, probe))
+            if has_rows is None or (slot == calls.hidden_slot and not has_rows):
+                return None, f"it is not clear whether {calls.describe(slot)} has one row per sample"
+        name = calls.names[-1]
+        last, last_of_probe = (self._expected.of(name, *one.last_arguments) for one in (calls, probe))
         shapes, probe_shapes = ([t.shape for t in tensors_in(one.output)] for one in (last, last_of_probe))
         if len(shapes) != len(probe_shapes):
             return None, f"the output of block {dotted(self.path, name)} depends on the number of rows"
@@ -371,29 +371,28 @@ class DeferredBlocks:
         if not last.is_guess and not any(follow[:1]):
             return None, f"the output of block {dotted(self.path, name)} does not have one row per sample"
         is_joined = {
-            slot: all_follow([shape], [probe.shapes[slot]], rows, probe_rows)
-            for slot, shape in recording.shapes.items()
+            slot: all_follow([shape], [probe.shapes[slot]], rows, probe_rows) for slot, shape in calls.shapes.items()
         }
         return Rows([bool(has_rows) for has_rows in found], is_joined, None if last.is_guess else follow), ""
 
-    def _probe(self, outer: _OuterCall, arguments: Any) -> "RecordedCalls | str":
-        """Return the recording of a call, after the passes that have run in it; or why the call fails."""
+    def _probe(self, outer: _OuterCall, arguments: Any) -> "DeferredCalls | str":
+        """Return the deferred calls of a probe, after the passes that have run in the call; or why the probe fails."""
         assert self._model is not None
         inside = set(self._blocks.modules())
         outside = [module for module in self._model.modules() if module not in inside]
-        calls, step, random_state = self._outer_calls, self._step, ProcessRandomState(self._device())
+        outer_calls, step, random_state = self._outer_calls, self._step, ProcessRandomState(self._device())
         self._outer_calls, self._step, self._skipped = [], None, list(outer.ran)
         args, kwargs = unpack_objects(arguments)
         try:
             with torch.no_grad(), unchanged(outside), alone():
                 outer.repeat(*args, **kwargs)
         except _ReachedLastBlock as reached:
-            return reached.recording
+            return reached.calls
         except Exception as error:  # a model that cannot run with other shapes may raise any exception
             return f"{type(error).__name__}: {error}"
         finally:
             random_state.restore()
-            self._outer_calls, self._step, self._skipped, self._recording = calls, step, None, None
+            self._outer_calls, self._step, self._skipped, self._calls = outer_calls, step, None, None
         return "it does not call all blocks"
 
     def _device(self) -> torch.device:

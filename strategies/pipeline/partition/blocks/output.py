@@ -32,7 +32,7 @@ class DeferredOutput(Tensor):
         shape: The shape of the value.
         dtype: The dtype of the value.
         device: The device of the value.
-        slot: The index of the value in the table of the recording.
+        slot: The index of the value in the table of the deferred calls.
         description: A description of the tensor for messages.
     """
 

@@ -30,7 +30,7 @@ CLOSED = "EOF: end of file (this error originated at tensorpipe/transport/uv/con
 
 
 class Wire:
-    """Records what is sent; answers when it is told to."""
+    """Notes what is sent; answers when it is told to."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[Any, ...]] = []

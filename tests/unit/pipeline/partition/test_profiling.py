@@ -289,12 +289,12 @@ def test_measures_training_also_where_gradients_are_off(mode):
 def test_layers_are_measured_in_training_mode():
     modes = []
 
-    class Record(nn.Module):
+    class NotesMode(nn.Module):
         def forward(self, value):
             modes.append(self.training)
             return value
 
-    module = nn.Sequential(Record()).eval()
+    module = nn.Sequential(NotesMode()).eval()
     balance_by_size(1, module, torch.rand(2))
     balance_by_time(1, module, torch.rand(2), timeout=0.001)
     assert len(modes) > 2 and all(modes)

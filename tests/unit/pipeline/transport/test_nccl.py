@@ -83,7 +83,7 @@ class Library:
         """What an abort does besides, given how many there were before."""
         self.connects: Callable[[], None] = lambda: None
         self.timeouts: set[timedelta] = set()
-        self.records: list[tuple[Tensor, Any]] = []
+        self.streams_of: list[tuple[Tensor, Any]] = []
         """The tensors and streams of ``record_stream``."""
         self._lock, self._current, self._num_aborts = threading.Lock(), threading.local(), 0
         self._ids = itertools.count()
@@ -153,7 +153,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     monkeypatch.setattr(torch.cuda, "stream", made.on_stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: made.stream())
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: made.records.append((tensor, stream)))
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: made.streams_of.append((tensor, stream)))
     return made
 
 
@@ -192,17 +192,17 @@ def test_communicators_are_created_and_used_in_the_order_of_routes(library: Libr
 
 def test_tensors_arrive_and_are_recorded_on_the_stream_that_uses_them(library: Library) -> None:
     first, second = connected()
-    library.records.clear()
+    library.streams_of.clear()
     sent = [torch.randn(2, 3), torch.tensor(True), torch.randn(2).bfloat16(), torch.randn(2) * 1j]
     sending = first.links[ROUTES[0]].send(sent)
     assert not sending.is_over
     received, transfer = second.links[ROUTES[0]].receive(layouts(*sent))
-    assert sending.is_over and not library.records
+    assert sending.is_over and not library.streams_of
     transfer.wait()
     sending.synchronize()
     assert all(torch.equal(one, other) for one, other in zip(received, sent, strict=True))
-    assert [id(tensor) for tensor, _ in library.records] == [id(tensor) for tensor in received]  # none that was sent
-    assert {stream for _, stream in library.records} == {library.stream()}
+    assert [id(tensor) for tensor, _ in library.streams_of] == [id(tensor) for tensor in received]  # none that was sent
+    assert {stream for _, stream in library.streams_of} == {library.stream()}
     ways = {call[0]: call[3] for call in library.calls[-2 * len(sent) :]}
     assert ways["send"] == library.stream() and ways["receive"].startswith("stream of a link")
 

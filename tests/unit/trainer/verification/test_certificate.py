@@ -14,6 +14,7 @@ from verified_nets import FAULTS, PlantedStrategy, VerifiedData, VerifiedNet
 from trainer import Trainer
 from trainer.verification.certificate import EQUAL, WRONG, Certificate, ReferenceRuns, certify
 from trainer.verification.compare import rounding_of
+from trainer.verification.observed_run import ObservedRun
 from trainer.verification.process import (
     DrawnBatches,
     Execution,
@@ -24,7 +25,6 @@ from trainer.verification.process import (
     trainer_of_run,
     write_job,
 )
-from trainer.verification.record import RunRecord
 
 STEPS = 3
 
@@ -57,12 +57,12 @@ def drawn(folder: Path) -> DrawnBatches:
     return draw_batches(trainer_of_run(folder, own, Execution("drawing"), []), own)
 
 
-def ran(folder: Path, model: Any, execution: Execution) -> RunRecord:
+def ran(folder: Path, model: Any, execution: Execution) -> ObservedRun:
     return run_execution(folder, job(model), execution, copy.deepcopy(drawn(folder)))
 
 
 @cache
-def reference(folder: Path, kind: type, extra: str, optimizer: str) -> RunRecord:
+def reference(folder: Path, kind: type, extra: str, optimizer: str) -> ObservedRun:
     return ran(folder, kind(extra, optimizer), Execution("one process"))
 
 

@@ -1,4 +1,4 @@
-"""Limits of rounding, records of several ranks, and leaves of nested values."""
+"""Limits of rounding, runs of several ranks, and leaves of nested values."""
 
 import math
 from dataclasses import replace
@@ -12,23 +12,23 @@ from torch import Tensor
 from trainer.verification.certificate import WRONG, ReferenceRuns, certify, factor_between
 from trainer.verification.compare import Finding, findings, rounding_of
 from trainer.verification.logged import LoggedCall
-from trainer.verification.record import RunRecord, StepRecord, leaves, merged, with_logs_of_ranks
+from trainer.verification.observed_run import ObservedRun, ObservedStep, leaves, merged, with_logs_of_ranks
 
 EXACT = rounding_of("64-true", "float64")
 
 
-def record(gradient: Any = None, value: Any = None, **others: Any) -> RunRecord:
+def observed(gradient: Any = None, value: Any = None, **others: Any) -> ObservedRun:
     """One step of one parameter ``a.weight``, beside a large gradient of ``b.weight``."""
     weight = torch.ones(3, dtype=torch.float64)
-    step = StepRecord(
+    step = ObservedStep(
         gradients={"a.weight": weight if gradient is None else gradient, "b.weight": 100 * weight},
         values={"a.weight": weight if value is None else value},
         norm=1.0,
     )
-    return RunRecord("run", **{"losses": [1.0], "initial": {"a.weight": weight}, "steps": [step], **others})
+    return ObservedRun("run", **{"losses": [1.0], "initial": {"a.weight": weight}, "steps": [step], **others})
 
 
-def wrong(actual: RunRecord, expected: RunRecord, rounding: Any = EXACT) -> list[tuple[str, str]]:
+def wrong(actual: ObservedRun, expected: ObservedRun, rounding: Any = EXACT) -> list[tuple[str, str]]:
     return [(each.part, each.name) for each in findings(actual, expected, rounding) if each.is_wrong]
 
 
@@ -37,24 +37,24 @@ def tensor(*values: float) -> Tensor:
 
 
 def test_rounding_is_no_difference_and_more_is() -> None:
-    assert wrong(record(), record()) == []
-    assert wrong(record(tensor(1, 1, 1 + 1e-11)), record()) == []
-    assert wrong(record(tensor(1, 1, 1 + 1e-8)), record()) == [("gradients", "a.weight")]
-    assert wrong(record(value=tensor(1, 1, 1 + 1e-8)), record()) == [("parameters", "a.weight")]
+    assert wrong(observed(), observed()) == []
+    assert wrong(observed(tensor(1, 1, 1 + 1e-11)), observed()) == []
+    assert wrong(observed(tensor(1, 1, 1 + 1e-8)), observed()) == [("gradients", "a.weight")]
+    assert wrong(observed(value=tensor(1, 1, 1 + 1e-8)), observed()) == [("parameters", "a.weight")]
 
 
 def test_a_gradient_that_is_zero_but_for_rounding_may_be_another() -> None:
-    assert wrong(record(tensor(0, 3e-16, 0)), record(tensor(0, -1e-16, 1e-16))) == []
-    assert wrong(record(tensor(0, 3e-10, 0)), record(tensor(0, -1e-16, 1e-16))) == [("gradients", "a.weight")]
+    assert wrong(observed(tensor(0, 3e-16, 0)), observed(tensor(0, -1e-16, 1e-16))) == []
+    assert wrong(observed(tensor(0, 3e-10, 0)), observed(tensor(0, -1e-16, 1e-16))) == [("gradients", "a.weight")]
 
 
 def test_in_float32_an_optimizer_may_step_by_noise() -> None:
     single = rounding_of("32-true", "float32")
     quiet, moved = tensor(1e-9, 1e-9, 1e-9), tensor(1.1, 0.9, 1.1)
-    assert wrong(record(-quiet, tensor(0.9, 1.1, 1.1)), record(quiet, moved), single) == []
-    assert ("parameters", "a.weight") in wrong(record(-quiet, tensor(0.9, 1.1, 1.6)), record(quiet, moved), single)
+    assert wrong(observed(-quiet, tensor(0.9, 1.1, 1.1)), observed(quiet, moved), single) == []
+    assert ("parameters", "a.weight") in wrong(observed(-quiet, tensor(0.9, 1.1, 1.6)), observed(quiet, moved), single)
     loud = tensor(1, 1, 1)
-    assert wrong(record(loud, tensor(0.9, 1.1, 1.1)), record(loud, moved), single) == [("parameters", "a.weight")]
+    assert wrong(observed(loud, tensor(0.9, 1.1, 1.1)), observed(loud, moved), single) == [("parameters", "a.weight")]
 
 
 @pytest.mark.parametrize(
@@ -88,8 +88,10 @@ def test_steps_in_which_rounding_was_not_measured_have_the_largest_limits() -> N
     largest = replace(rounding_of("bf16-true", "bfloat16"), noise=0.0)
     measured, near = largest.measured(0.0, steps=1), tensor(1, 1, 1 + 0.5 * largest.relative)
 
-    def steps(*gradients: Tensor) -> RunRecord:
-        return record(steps=[step for each in gradients for step in record(each).steps], losses=[1.0] * len(gradients))
+    def steps(*gradients: Tensor) -> ObservedRun:
+        return observed(
+            steps=[step for each in gradients for step in observed(each).steps], losses=[1.0] * len(gradients)
+        )
 
     ones = tensor(1, 1, 1)
     for of_step, found in ((0, [("gradients", "a.weight")]), (1, [])):
@@ -100,10 +102,10 @@ def test_steps_in_which_rounding_was_not_measured_have_the_largest_limits() -> N
 
 def test_what_differs_only_after_the_steps_of_the_run_with_micro_batches_has_an_origin() -> None:
     ones = tensor(1, 1, 1)
-    first, second, wrong_second = record().steps[0], record().steps[0], record(2 * ones).steps[0]
-    one = record(steps=[first, second], losses=[1.0, 1.0], stopped_after=2)
-    micro = record(steps=[first], stopped_after=1)
-    actual = record(steps=[first, wrong_second], losses=[1.0, 1.0], stopped_after=2)
+    first, second, wrong_second = observed().steps[0], observed().steps[0], observed(2 * ones).steps[0]
+    one = observed(steps=[first, second], losses=[1.0, 1.0], stopped_after=2)
+    micro = observed(steps=[first], stopped_after=1)
+    actual = observed(steps=[first, wrong_second], losses=[1.0, 1.0], stopped_after=2)
     result = certify(actual, ReferenceRuns(one, micro), EXACT, is_whole_loss=False)
     assert result.verdict == WRONG and result.origin is not None
     assert (result.origin.step, result.origin.part, result.origin.layer) == (1, "gradients", "a")
@@ -111,17 +113,17 @@ def test_what_differs_only_after_the_steps_of_the_run_with_micro_batches_has_an_
 
 @pytest.mark.parametrize("missing", [tensor(1, 1), tensor(1, 1, math.nan), tensor(1, math.inf, 1)])
 def test_another_shape_and_what_is_no_number_is_wrong(missing: Tensor) -> None:
-    assert wrong(record(missing), record()) == [("gradients", "a.weight")]
+    assert wrong(observed(missing), observed()) == [("gradients", "a.weight")]
 
 
 def test_what_is_missing_or_too_much_is_wrong() -> None:
-    more = record(validation={"val_loss": 1.0})
-    assert wrong(more, record()) == wrong(record(), more) == [("validation", "val_loss")]
-    assert wrong(record(checkpoint={"epoch": 1}), record(checkpoint={"epoch": 2})) == [("checkpoint", "epoch")]
-    assert wrong(RunRecord("none"), record())[0] == ("initial values", "a.weight")
-    fewer = record()
+    more = observed(validation={"val_loss": 1.0})
+    assert wrong(more, observed()) == wrong(observed(), more) == [("validation", "val_loss")]
+    assert wrong(observed(checkpoint={"epoch": 1}), observed(checkpoint={"epoch": 2})) == [("checkpoint", "epoch")]
+    assert wrong(ObservedRun("none"), observed())[0] == ("initial values", "a.weight")
+    fewer = observed()
     fewer.steps = []
-    assert ("losses", "number of steps") in wrong(fewer, record())
+    assert ("losses", "number of steps") in wrong(fewer, observed())
 
 
 class Plain:
@@ -131,29 +133,29 @@ class Plain:
 
 @pytest.mark.parametrize("wrapped", [lambda n: [n], lambda n: [numpy.array([n])], lambda n: [tensor(n)]])
 def test_objects_are_compared_by_what_they_hold(wrapped: Any) -> None:
-    one, other, more = (record(checkpoint=leaves({"object": Plain(n), "more": wrapped(n)})) for n in (1, 1, 2))
+    one, other, more = (observed(checkpoint=leaves({"object": Plain(n), "more": wrapped(n)})) for n in (1, 1, 2))
     assert wrong(one, other) == []
     parts = ["object.number", "object.tensor", "object.array", "more.0"]
     assert wrong(one, more) == [("checkpoint", part) for part in parts]
 
 
 def test_a_loss_too_many_is_wrong() -> None:
-    assert wrong(record(losses=[1.0, 1.0]), record()) == [("losses", "number of losses")]
+    assert wrong(observed(losses=[1.0, 1.0]), observed()) == [("losses", "number of losses")]
 
 
 def test_hyperparameters_are_compared_in_units_of_their_size() -> None:
-    ours, theirs = record(), record()
+    ours, theirs = observed(), observed()
     ours.steps[0].hyperparameters, theirs.steps[0].hyperparameters = {"0.0.lr": 1.1e-3}, {"0.0.lr": 1e-3}
     assert wrong(ours, theirs, rounding_of("bf16-true", "bfloat16").measured(0.0)) == [("hyperparameters", "0.0.lr")]
 
 
 def test_integers_are_compared_exactly() -> None:
-    ours, theirs = (record(validation={"count": torch.tensor([count])}) for count in (1_000_000, 1_000_001))
+    ours, theirs = (observed(validation={"count": torch.tensor([count])}) for count in (1_000_000, 1_000_001))
     assert wrong(ours, theirs) == [("validation", "count")]
 
 
-def test_records_of_ranks_become_one() -> None:
-    ranks = [record(losses=[0.0, 2.0]), record(losses=[1.0, 3.0])]
+def test_runs_of_ranks_become_one() -> None:
+    ranks = [observed(losses=[0.0, 2.0]), observed(losses=[1.0, 3.0])]
     ranks[0].steps[0].gradients = {"a": None, "b": tensor(1.0)}
     ranks[1].steps[0].gradients = {"a": tensor(2.0), "b": None}
     whole = merged(ranks)
@@ -167,9 +169,9 @@ def test_records_of_ranks_become_one() -> None:
 
 def test_a_logged_value_of_a_rank_is_compared_with_what_it_must_be() -> None:
     calls = [[LoggedCall("loss", value, is_synchronised=True)] for value in (1.0, 3.0)]
-    one = with_logs_of_ranks(record(losses=[1.0, 3.0], calls=calls, logged=[{"other": 1.0}, {"other": 1.0}]), 2)
+    one = with_logs_of_ranks(observed(losses=[1.0, 3.0], calls=calls, logged=[{"other": 1.0}, {"other": 1.0}]), 2)
     assert [values["loss"] for values in one.logged] == [2, 2]
-    ranks = [record(losses=[loss], logged=[{"loss": 2.0, "rate": 1.0}]) for loss in (1.0, 3.0)]
+    ranks = [observed(losses=[loss], logged=[{"loss": 2.0, "rate": 1.0}]) for loss in (1.0, 3.0)]
     for each in ranks:
         each.logged_of_epoch = [{"loss": 2.0}]
     assert wrong(merged(ranks), one) == []
@@ -199,6 +201,6 @@ def test_a_finding_that_is_not_a_number_is_wrong() -> None:
 
 def test_a_logged_value_in_float32_may_differ_by_spacings_of_float32() -> None:
     values = [torch.tensor(1.0 + difference, dtype=torch.float32) for difference in (0.0, 1e-6, 1e-4)]
-    expected, near, far = (record(logged=[{"metric": value}]) for value in values)
+    expected, near, far = (observed(logged=[{"metric": value}]) for value in values)
     assert wrong(near, expected) == []
     assert wrong(far, expected) == [("logged values", "metric")]

@@ -185,7 +185,7 @@ def test_each_of_several_lists_is_shortened() -> None:
 
 
 class Later(LightningModule):
-    """Its blocks are large enough to be recorded, and made in ``configure_model``."""
+    """Its blocks are large enough to be built without memory, and made in ``configure_model``."""
 
     def __init__(self) -> None:
         super().__init__()

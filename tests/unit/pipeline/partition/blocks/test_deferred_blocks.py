@@ -1,4 +1,4 @@
-"""Blocks of an ``nn.ModuleList`` whose calls are recorded and run stage by stage, here all in one process."""
+"""Blocks of an ``nn.ModuleList`` whose calls are deferred and run stage by stage, here all in one process."""
 
 import dataclasses
 from collections import UserDict
@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from strategies.pipeline.partition.blocks.deferred_blocks import DeferredBlocks
+from strategies.pipeline.partition.blocks.deferred_calls import DeferredCalls, KnownCalls
 from strategies.pipeline.partition.blocks.expected import ExpectedOutputs
-from strategies.pipeline.partition.blocks.recording import KnownCalls, RecordedCalls
 from strategies.pipeline.partition.sequential import cut
 from strategies.pipeline.stage.microbatch.split import NoChunk, merge, split
 
@@ -350,11 +350,11 @@ def test_what_cannot_be_deferred_is_refused(run: Callable[..., Any], message: st
 def test_blocks_on_a_gpu_run_under_the_same_settings() -> None:
     names = ["0", "1"]
     blocks = nn.ModuleList(Block() for _ in names)
-    recording = RecordedCalls("blocks", names, blocks, ExpectedOutputs(blocks, "blocks"), KnownCalls())
+    calls = DeferredCalls("blocks", names, blocks, ExpectedOutputs(blocks, "blocks"), KnownCalls())
     with FakeTensorMode():
         value = torch.empty(2, 4, device="cuda")
-        recording.record("0", (value,), {})
-        assert recording.record("1", (recording.last_output(),), {})
+        calls.defer("0", (value,), {})
+        assert calls.defer("1", (calls.last_output(),), {})
 
 
 class KeyValueCache:

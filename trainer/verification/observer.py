@@ -1,6 +1,6 @@
-"""The callback that records the results of a run, under any strategy, through Lightning's public interface.
+"""The callback that observes a run, under any strategy, through Lightning's public interface.
 
-A step is recorded when it is over: at the end of its last batch, or when another optimizer is about to step.
+A step is complete when it is over: at the end of its last batch, or when another optimizer is about to step.
 """
 
 import random
@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from strategies.common.torch_compat import BatchNorm, TorchDispatchMode
 from strategies.lightning.compat import Callback, LightningModule, Trainer, unwrapped
 from strategies.sharding.divided_layers import tensor_group
-from trainer.verification.record import RunRecord, StepRecord, leaves, on_host
+from trainer.verification.observed_run import ObservedRun, ObservedStep, leaves, on_host
 
 NOT_COMPARED = ("callbacks", "loops", "relay", "pytorch-lightning_version", "datamodule")
 """Keys of a checkpoint that describe the run rather than the model."""
@@ -36,8 +36,8 @@ def seed_generators(seed: int) -> None:
     random.seed(seed)
 
 
-class ValuesRecorder(Callback):
-    """Records losses, values, states, logged values, one validation batch and the checkpoint.
+class ValuesObserver(Callback):
+    """Observes losses, values, states, logged values, one validation batch and the checkpoint.
 
     Args:
         name: The name of the run, for messages.
@@ -58,21 +58,21 @@ class ValuesRecorder(Callback):
         steps: int | None = None,
         advance: Callable[[int], None] | None = None,
     ) -> None:
-        self.record = RunRecord(name, has_gradients=False, stopped_after=steps)
+        self.observed = ObservedRun(name, has_gradients=False, stopped_after=steps)
         self._seed, self._folder, self._ranks, self._advance = seed, folder, ranks, advance
-        self._step: StepRecord | None = None
+        self._step: ObservedStep | None = None
         self._num_steps = 0
         self._kept_buffers: dict[str, Tensor] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record the initial values and how the model is divided."""
-        record = self.record
-        record.initial = values_of(trainer, pl_module)
-        record.buffers = [name for name, _ in pl_module.named_buffers(remove_duplicate=False)]
-        record.stage_of = stages_of(trainer, pl_module)
-        record.ties = ties_of(pl_module)
-        record.numbered = numbers_of(trainer, pl_module)
-        record.facts = {**facts_of(trainer), **routers_of(pl_module)}
+        """Note the initial values and how the model is divided."""
+        observed = self.observed
+        observed.initial = values_of(trainer, pl_module)
+        observed.buffers = [name for name, _ in pl_module.named_buffers(remove_duplicate=False)]
+        observed.stage_of = stages_of(trainer, pl_module)
+        observed.ties = ties_of(pl_module)
+        observed.numbered = numbers_of(trainer, pl_module)
+        observed.facts = {**facts_of(trainer), **routers_of(pl_module)}
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Seed the generators for the batch."""
@@ -81,22 +81,22 @@ class ValuesRecorder(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Record the loss, and the step if the batch has completed a step."""
+        """Note the loss, and the step if the batch has completed a step."""
         if self._ranks > 1:
             self._keep_buffers_of_first_rank(pl_module, batch_idx)
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         # Lightning has divided the loss by the number of batches of a step.
         share = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
-        self.record.losses.append(float(loss) * share if isinstance(loss, Tensor | float) else None)
-        self.record.logged.append(leaves(dict(trainer.callback_metrics)))
+        self.observed.losses.append(float(loss) * share if isinstance(loss, Tensor | float) else None)
+        self.observed.logged.append(leaves(dict(trainer.callback_metrics)))
         if trainer.global_step > self._num_steps:
             if self._step is None:  # no hook has begun the step
-                self._begin(StepRecord())
+                self._begin(ObservedStep())
             self._end_step(trainer, pl_module)
             self._num_steps = trainer.global_step
             if self._advance is not None:
                 self._advance(self._num_steps)
-            if self.record.stopped_after is not None and self._num_steps >= self.record.stopped_after:
+            if self.observed.stopped_after is not None and self._num_steps >= self.observed.stopped_after:
                 trainer.should_stop = True  # max_steps is that of all runs, because schedules may depend on it
 
     def on_validation_batch_start(
@@ -108,28 +108,28 @@ class ValuesRecorder(Callback):
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
     ) -> None:
-        """Record the output of ``validation_step``."""
-        self.record.validation.update(leaves(outputs, "output") if outputs is not None else {})
+        """Note the output of ``validation_step``."""
+        self.observed.validation.update(leaves(outputs, "output") if outputs is not None else {})
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record the metrics of the validation."""
-        known = self.record.logged[-1] if self.record.logged else {}
+        """Note the metrics of the validation."""
+        known = self.observed.logged[-1] if self.observed.logged else {}
         now = leaves(dict(trainer.callback_metrics))
-        self.record.validation.update({name: value for name, value in now.items() if name not in known})
+        self.observed.validation.update({name: value for name, value in now.items() if name not in known})
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record the logged values of the epoch, write a checkpoint, and record its content."""
+        """Note the logged values of the epoch, and write a checkpoint."""
         now = leaves(dict(trainer.callback_metrics))
-        of_validation = self.record.validation
-        self.record.logged_of_epoch = [{name: value for name, value in now.items() if name not in of_validation}]
+        of_validation = self.observed.validation
+        self.observed.logged_of_epoch = [{name: value for name, value in now.items() if name not in of_validation}]
         path = self._folder / "verified.ckpt"
         trainer.save_checkpoint(path)
         if trainer.is_global_zero:
-            self.record.facts["checkpoint"] = str(path)
+            self.observed.facts["checkpoint"] = str(path)
 
-    def _begin(self, step: StepRecord) -> None:
+    def _begin(self, step: ObservedStep) -> None:
         self._step = step
-        self.record.steps.append(step)
+        self.observed.steps.append(step)
 
     def _end_step(self, trainer: Trainer, model: LightningModule) -> None:
         step, self._step = self._step, None
@@ -148,26 +148,26 @@ class ValuesRecorder(Callback):
             return
         for name, kept in self._kept_buffers.items():
             if not torch.equal(buffers[name], kept):
-                self.record.keeps_first_buffers = True
+                self.observed.keeps_first_buffers = True
                 buffers[name].copy_(kept)
 
 
-class GradientsRecorder(ValuesRecorder):
-    """Records gradients and norms too, in a hook that makes some strategies wait for the end of the backward pass.
+class GradientsObserver(ValuesObserver):
+    """Observes gradients and norms too, in a hook that makes some strategies wait for the end of the backward pass.
 
     Args:
-        args: As for :class:`ValuesRecorder`.
-        kwargs: As for :class:`ValuesRecorder`.
+        args: As for :class:`ValuesObserver`.
+        kwargs: As for :class:`ValuesObserver`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.record.has_gradients = True
+        self.observed.has_gradients = True
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Record the gradients before clipping, and their norm as the strategy computes it."""
+        """Note the gradients before clipping, and their norm as the strategy computes it."""
         self._end_step(trainer, pl_module)  # the step of another optimizer
-        step = StepRecord(hyperparameters=hyperparameters_of(trainer))
+        step = ObservedStep(hyperparameters=hyperparameters_of(trainer))
         step.gradients = gradients_of(trainer, pl_module)
         step.norm = norm_of(trainer, unwrapped(optimizer))
         self._begin(step)
@@ -290,11 +290,11 @@ class StepWatch:
 
     Args:
         model: The model.
-        record: The record that receives the observations.
+        observed: Receives what is observed.
     """
 
-    def __init__(self, model: LightningModule, record: RunRecord) -> None:
-        self._model, self._record = model, record
+    def __init__(self, model: LightningModule, observed: ObservedRun) -> None:
+        self._model, self._observed = model, observed
         self._handles: list[RemovableHandle] = []
         self._before: list[dict[str, Any]] = []
         self._mode = _Narrowest()
@@ -309,7 +309,7 @@ class StepWatch:
             if parameter.requires_grad:
                 hook = parameter.register_post_accumulate_grad_hook(lambda p: self._note_order(names[id(p)]))
                 self._handles.append(hook)
-        self._record.norm_layers = [
+        self._observed.norm_layers = [
             name
             for name, module in self._model.named_modules()
             if isinstance(module, BatchNorm) and (module.training or module.running_mean is None)
@@ -325,23 +325,23 @@ class StepWatch:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self._record.narrowest = self._mode.narrowest
+        self._observed.narrowest = self._mode.narrowest
 
     def end_of_forward(self) -> None:
         """Note random numbers that are drawn outside modules."""
         for kind, state in _generators().items():
-            if not _same(self._whole[kind], state) and not self._record.draws.get(kind):
-                self._record.draws[kind] = ["training_step"]
+            if not _same(self._whole[kind], state) and not self._observed.draws.get(kind):
+                self._observed.draws[kind] = ["training_step"]
 
     def _note_order(self, name: str) -> None:
-        if name not in self._record.order:
-            self._record.order.append(name)
+        if name not in self._observed.order:
+            self._observed.order.append(name)
 
     def _after(self, module: nn.Module, *_: Any) -> None:
         before, now = self._before.pop(), _generators()
         changed = [kind for kind, state in now.items() if not _same(before[kind], state)]
         for kind in changed:
-            inner = self._record.draws.setdefault(kind, [])
+            inner = self._observed.draws.setdefault(kind, [])
             name = next(name for name, each in self._model.named_modules() if each is module)
             if not any(known.startswith(f"{name}.") or known == name for known in inner) and name:
                 inner.append(name)

@@ -1,4 +1,4 @@
-"""The recorded calls of one pass: the values that the stages pass on, and the calls that cannot be deferred."""
+"""The deferred calls of one pass: the values that the stages pass on, and the calls that cannot be deferred."""
 
 import pickle
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -109,7 +109,7 @@ class KnownCalls:
         return self._plans[key][1]
 
 
-class RecordedCalls:
+class DeferredCalls:
     """The calls of one pass.
 
     Args:
@@ -155,8 +155,8 @@ class RecordedCalls:
         self._captured: list[tuple[int, MutableMapping[str, Any]]] = []
         """For each block with captured outputs, the slots and destinations of these outputs."""
 
-    def record(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Record a call.
+    def defer(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Describe a call, which runs after the last call of the pass.
 
         Returns:
             Whether this was the call of the last block.
@@ -294,7 +294,7 @@ class RecordedCalls:
         """Return for each slot the first block that takes the tensor, and the argument."""
         return tuple((slot, *user) for slot, user in sorted(self._users.items()))
 
-    def differs_from(self, other: "RecordedCalls") -> str | None:
+    def differs_from(self, other: "DeferredCalls") -> str | None:
         """Return an argument that is not a tensor and differs from ``other``; ``None`` if there is none."""
         for name, call in self._calls.items():
             leaves, spec = tree_flatten(call.arguments)
@@ -308,7 +308,7 @@ class RecordedCalls:
         return None
 
     def _capture(self, name: str, args: tuple[Any, ...]) -> dict[str, Any]:
-        """Record the outputs that hooks of ``transformers`` would capture in a block."""
+        """Note the outputs that hooks of ``transformers`` would capture in a block."""
         collector = active_collector()
         captures = captures_in(self._block(name), collector) if collector is not None else []
         if collector is None or not captures:
@@ -321,12 +321,12 @@ class RecordedCalls:
         return {"captures": captures, "captured": slot}
 
     def last_output(self) -> Any:
-        """Return the output of the last recorded call, with deferred outputs. Can be called once."""
+        """Return the output of the latest deferred call, with deferred outputs. Can be called once."""
         output, self._last_output = self._last_output, None
         return output
 
     def made_any_of(self, value: Any) -> bool:
-        """Return whether a deferred output of this recording is in ``value``."""
+        """Return whether a deferred output of these calls is in ``value``."""
         return any(isinstance(leaf, DeferredOutput) and self._made(leaf) for leaf in tree_leaves(value))
 
     def _made(self, deferred: DeferredOutput) -> bool:
@@ -471,7 +471,7 @@ class RecordedCalls:
         return f"argument {argument!r} (shape {list(self.table[slot].shape)}) of block {block}"
 
     def abandon(self, reason: str) -> None:
-        """Record in the deferred outputs that they get no values."""
+        """Note in the deferred outputs that they get no values."""
         for made in self._outputs.values():
             if (deferred := made()) is not None:
                 deferred.ended = reason

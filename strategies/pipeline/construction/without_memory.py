@@ -1,11 +1,11 @@
-"""Run code that builds a model without memory for large tensors, and record how to compute their values.
+"""Run code that builds a model without memory for large tensors, and note in recipes how to compute their values.
 
-    with construction.recording():           user's code, on the driver
-        nn.Linear(8192, 8192)                 empty(8192, 8192), uniform_(...): recorded; the weight is on ``meta``
-        nn.LayerNorm(8192)                    small tensors are computed as usual
+    with construction.without_memory():  user's code, on the driver
+        nn.Linear(8192, 8192)            empty(8192, 8192), uniform_(...): steps of a recipe; the weight is on ``meta``
+        nn.LayerNorm(8192)               small tensors are computed as usual
 
 An operation that draws random numbers also runs on temporary memory, so that the generator advances as in one process.
-Code may read values of a recorded tensor (``.item()``, ``.any()``): the recipe of the tensor is then replayed at once.
+Code may read values of an unbuilt tensor (``.item()``, ``.any()``): the recipe of the tensor is then replayed at once.
 """
 
 import gc
@@ -27,7 +27,7 @@ from strategies.common.torch_compat import (
     tree_map_only,
 )
 from strategies.common.trees import tensors_in
-from strategies.pipeline.construction.recipe import Recipe, RecordedOperation, View, constant, is_random, views_in
+from strategies.pipeline.construction.recipe import Recipe, RecipeStep, View, constant, is_random, views_in
 from strategies.pipeline.construction.stored import References, Stored
 
 SMALL_BYTES = 2**14
@@ -41,7 +41,7 @@ _OVERWRITING = ("uniform_", "normal_", "exponential_", "random_", "log_normal_",
 
 
 @dataclass
-class _RecordedStorage:
+class _UnbuiltStorage:
     """A storage without memory.
 
     Attributes:
@@ -54,7 +54,7 @@ class _RecordedStorage:
 
 
 class Construction:
-    """Records how tensors are computed.
+    """Large tensors that have no memory yet, called unbuilt, and the steps that compute their values.
 
     Args:
         small_bytes: Maximum size of a new tensor that is computed as usual.
@@ -62,35 +62,35 @@ class Construction:
 
     def __init__(self, small_bytes: int = SMALL_BYTES) -> None:
         self._small_bytes = small_bytes
-        self._steps: list[RecordedOperation] = []
-        self._is_replaying = self._is_recording = False
+        self._steps: list[RecipeStep] = []
+        self._is_replaying = self._is_active = False
         self.is_in_function = False
-        """Whether a torch function that the code has called with a recorded tensor is still running."""
+        """Whether a torch function that the code has called with an unbuilt tensor is still running."""
         self._overwrites: set[int] = set()
         """Numbers of the steps that overwrite a whole storage."""
-        self._recorded: dict[int, _RecordedStorage] = {}
+        self._unbuilt: dict[int, _UnbuiltStorage] = {}
         self._adopted: set[int] = set()
-        """Numbers of storages that were on ``meta`` before the recording, so that they have no values yet."""
+        """Numbers of storages that were on ``meta`` before the construction, so that they have no values yet."""
         self._latest: tuple[int, int, UntypedStorage] | None = None
         """The most recent random values: the number of the step, the number of the storage, and the values."""
         self.references = References()
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Context that records new large tensors and operations on recorded tensors."""
-        if self._is_recording:
+    def without_memory(self) -> Iterator[None]:
+        """Context in which new large tensors get no memory, and operations on unbuilt tensors become steps."""
+        if self._is_active:
             yield
             return
-        self._is_recording = True
+        self._is_active = True
         try:
             with _Functions(self), _Operations(self):
                 yield
         finally:
-            self._is_recording, self._latest = False, None
+            self._is_active, self._latest = False, None
 
     @contextmanager
     def reading(self, module: nn.Module) -> Iterator[None]:
-        """Context in which operations on recorded tensors of a module, such as a copy of a layer, use their values."""
+        """Context in which operations on unbuilt tensors of a module, such as a copy of a layer, use their values."""
         with _Reading(self) if any(map(self.knows, (*module.parameters(), *module.buffers()))) else nullcontext():
             yield
 
@@ -100,7 +100,7 @@ class Construction:
         replace: Callable[[nn.Parameter, nn.Parameter], None],
         storages: dict[int, UntypedStorage],
     ) -> None:
-        """Compute the values of the recorded tensors of modules, also of tensors in attributes, one storage at a time.
+        """Compute the values of the unbuilt tensors of modules, also of tensors in attributes, one storage at a time.
 
         Args:
             modules: The modules, without their children.
@@ -130,13 +130,13 @@ class Construction:
                     vars(module)[name] = here
 
     def copied(self, tensor: Tensor) -> Tensor:
-        """Return a recorded tensor with the values of ``tensor``, which has memory."""
+        """Return an unbuilt tensor with the values of ``tensor``, which has memory."""
         made = _to_meta(tensor)
-        self._record(made)
+        self._writers(made)
         return made.copy_(tensor)
 
     def stored_tensor(self, stored: Stored, like: Tensor) -> Tensor:
-        """Return a recorded tensor whose values are read from a file when they are needed.
+        """Return an unbuilt tensor whose values are read from a file when they are needed.
 
         Args:
             stored: The tensor in the file.
@@ -145,29 +145,29 @@ class Construction:
         if like.nbytes <= self._small_bytes:
             return stored.read()
         made = torch.empty(like.shape, dtype=like.dtype, device="meta")
-        self._record(made).append(len(self._steps))
+        self._writers(made).append(len(self._steps))
         self._overwrites.add(len(self._steps))
-        self._steps.append(RecordedOperation(None, [constant(None, stored)], outputs=[self.view(made)]))
+        self._steps.append(RecipeStep(None, [constant(None, stored)], outputs=[self.view(made)]))
         return made
 
     def held_elsewhere(self, built: Collection[int]) -> list[Tensor]:
-        """Return the recorded tensors in this process that use none of the storages with these numbers."""
-        if not self._recorded:
+        """Return the unbuilt tensors in this process that use none of the storages with these numbers."""
+        if not self._unbuilt:
             return []
         tensors = [own for own in gc.get_objects() if type(own) in (Tensor, nn.Parameter)]
         return [own for own in tensors if self.knows(own) and storage_key(own) not in built]
 
     def knows(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` is recorded."""
+        """Return whether ``tensor`` is unbuilt."""
         try:
-            return tensor.is_meta and storage_key(tensor) in self._recorded
+            return tensor.is_meta and storage_key(tensor) in self._unbuilt
         except (RuntimeError, NotImplementedError):  # a tensor without a storage, such as a sparse one
             return False
 
     def adopt(self, tensor: Tensor) -> None:
-        """Record a tensor that was on the ``meta`` device before and lacks values until it is overwritten."""
+        """Include a tensor that was on the ``meta`` device before and lacks values until it is overwritten."""
         if not self.knows(tensor):
-            self._record(tensor)
+            self._writers(tensor)
             self._adopted.add(storage_key(tensor))
 
     def lacks_values(self, tensor: Tensor) -> bool:
@@ -175,13 +175,13 @@ class Construction:
         if not tensor.is_meta or not self.knows(tensor):
             return tensor.is_meta
         number = storage_key(tensor)
-        return number in self._adopted and not self._recorded[number].writers
+        return number in self._adopted and not self._unbuilt[number].writers
 
-    def _record(self, tensor: Tensor) -> list[int]:
-        return self._recorded.setdefault(storage_key(tensor), _RecordedStorage(tensor.untyped_storage())).writers
+    def _writers(self, tensor: Tensor) -> list[int]:
+        return self._unbuilt.setdefault(storage_key(tensor), _UnbuiltStorage(tensor.untyped_storage())).writers
 
     def view(self, tensor: Tensor) -> View:
-        """Return the geometry of a recorded tensor.
+        """Return the geometry of an unbuilt tensor.
 
         Raises:
             RuntimeError: If the tensor is a conjugate or negative view, which its geometry does not show.
@@ -189,7 +189,7 @@ class Construction:
         if tensor.is_conj() or tensor.is_neg():
             raise RuntimeError(
                 f"a tensor of shape {list(tensor.shape)} of a model that is built in configure_model or init_module is "
-                "a view with the conjugate or the negative values, which cannot be recorded. Compute these values "
+                "a view with the conjugate or the negative values, which cannot be built later. Compute these values "
                 "without conj(), or build the model in __init__."
             )
         return View(
@@ -202,13 +202,13 @@ class Construction:
         )
 
     def recipe(self, tensor: Tensor) -> Recipe:
-        """Return the recipe of the storage of a recorded tensor."""
+        """Return the recipe of the storage of an unbuilt tensor."""
         number = storage_key(tensor)
         return Recipe(number, tensor.untyped_storage().nbytes(), [self._steps[i] for i in self._needed(number)])
 
     def values(self, tensor: Tensor) -> Tensor:
-        """Return a tensor with the values of a recorded tensor."""
-        before, self._is_replaying = self._is_replaying, True  # a function may read values within ``recording``
+        """Return a tensor with the values of an unbuilt tensor."""
+        before, self._is_replaying = self._is_replaying, True  # a function may read values within ``without_memory``
         try:
             return self.view(tensor).on(self._replay(tensor))
         finally:
@@ -231,7 +231,7 @@ class Construction:
         open_ends = [(number, len(self._steps))]
         while open_ends:
             storage, before = open_ends.pop()
-            for i in reversed(self._recorded[storage].writers):
+            for i in reversed(self._unbuilt[storage].writers):
                 if i >= before:
                     continue
                 if i not in found:
@@ -241,14 +241,14 @@ class Construction:
                     break
         return sorted(found)
 
-    # Operations within ``recording``
+    # Operations within ``without_memory``
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run or record an operation."""
+        """Run an operation, or add it as a step."""
         if self._is_replaying:
             return func(*args, **kwargs)
         if self.is_in_function and kwargs.get("device") == torch.device("meta"):
-            kwargs = {**kwargs, "device": torch.device("cpu")}  # a number beside a recorded tensor
+            kwargs = {**kwargs, "device": torch.device("cpu")}  # a number beside an unbuilt tensor
         tensors = tensors_in((list(args), dict(kwargs)))
         is_made = not tensors and self._makes_large_tensor(func, args, kwargs)
         if not is_made and not any(self.knows(tensor) for tensor in tensors):
@@ -264,7 +264,7 @@ class Construction:
         if any(not self.knows(tensor) for tensor in changed):
             return self.run_with_values(func, args, kwargs)
         if is_random(func):
-            return self._record_random(func, args, kwargs, changed)
+            return self._draw(func, args, kwargs, changed)
         on_meta = tree_map_only(Tensor, _to_meta, (list(args), dict(kwargs)))
         if "device" in on_meta[1]:
             on_meta[1]["device"] = torch.device("meta")
@@ -277,7 +277,7 @@ class Construction:
             return self.run_with_values(func, args, kwargs)
         if not changed and all(self.knows(output) for output in outputs):
             return result  # views
-        return self._recorded_result(func, args, kwargs, changed, result)
+        return self._add_step(func, args, kwargs, changed, result)
 
     def _change_geometry(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         number, num_bytes = storage_key(args[0]), args[0].untyped_storage().nbytes()
@@ -301,7 +301,7 @@ class Construction:
         return any(tensor.untyped_storage().nbytes() > self._small_bytes for tensor in made)
 
     def run_with_values(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run an operation with the values of recorded tensors, and free these values afterwards."""
+        """Run an operation with the values of unbuilt tensors, and free these values afterwards."""
 
         def real(tensor: Tensor) -> Tensor:
             if self.knows(tensor):
@@ -312,10 +312,8 @@ class Construction:
         args, kwargs = tree_map_only(Tensor, real, (list(args), dict(kwargs)))
         return func(*args, **kwargs)
 
-    def _record_random(
-        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], changed: Sequence[Tensor]
-    ) -> Any:
-        """Draw the numbers, so that the generator advances, and record the operation with the generator's old state."""
+    def _draw(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], changed: Sequence[Tensor]) -> Any:
+        """Draw the numbers, so that the generator advances, and add the operation with the generator's old state."""
         generator = next((a for a in (*args, kwargs.get("generator")) if isinstance(a, torch.Generator)), None)
         state = torch.get_rng_state() if generator is None else generator.get_state()
         without_generator = [None if isinstance(own, torch.Generator) else own for own in args]
@@ -330,12 +328,12 @@ class Construction:
             result = self.run_with_values(func, args, kwargs)
             if changed:  # an in-place operation has changed a copy
                 result = changed[0]
-        result = self._recorded_result(func, without_generator, without, changed, result, state)
+        result = self._add_step(func, without_generator, without, changed, result, state)
         if scratch is not None and len(self._steps) - 1 in self._overwrites:
             self._latest = len(self._steps) - 1, storage_key(changed[0]), scratch.untyped_storage()
         return result
 
-    def _recorded_result(
+    def _add_step(
         self,
         func: Any,
         args: Sequence[Any],
@@ -344,7 +342,7 @@ class Construction:
         result: Any,
         random_state: Tensor | None = None,
     ) -> Any:
-        """Record an operation. Returns its result with recorded tensors in place of new tensors."""
+        """Add an operation as a step. Returns its result with unbuilt tensors in place of new tensors."""
         number = len(self._steps)
         inputs = {storage_key(tensor) for tensor in tensors_in((list(args), dict(kwargs)))}
         made: dict[int, Tensor] = {}
@@ -360,7 +358,7 @@ class Construction:
 
         result = tree_map_only(Tensor, output, result)
         for tensor in (*made.values(), *changed):
-            self._record(tensor).append(number)
+            self._writers(tensor).append(number)
         overwrites = not changed
         if len(changed) == 1 and operator_name(func)[1] in _OVERWRITING and self.view(changed[0]).is_whole:
             reads = {storage_key(t) for t in tensors_in((list(args[1:]), dict(kwargs)))}
@@ -381,7 +379,7 @@ class Construction:
         own_args, own_kwargs = tree_map(argument, (list(args), dict(kwargs)))
         views = [self.view(tensor) for tensor in made.values()]
         self._steps.append(
-            RecordedOperation(operator_name(func), own_args, own_kwargs, views, torch.get_default_dtype(), random_state)
+            RecipeStep(operator_name(func), own_args, own_kwargs, views, torch.get_default_dtype(), random_state)
         )
         return result
 
@@ -405,7 +403,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _Reading(TorchDispatchMode):
-    """Runs operations on recorded tensors with their values."""
+    """Runs operations on unbuilt tensors with their values."""
 
     def __init__(self, construction: Construction) -> None:
         super().__init__()
@@ -419,7 +417,7 @@ class _Reading(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """Makes recorded tensors look like CPU tensors to the code."""
+    """Makes unbuilt tensors look like CPU tensors to the code."""
 
     def __init__(self, construction: Construction) -> None:
         super().__init__()
@@ -516,7 +514,7 @@ _HANDLED: dict[Any, Callable[..., Any]] = {
     torch.as_tensor: _convert,
     torch.asarray: _convert,
 }
-"""Replacements for the functions that do not work through operators on a recorded tensor."""
+"""Replacements for the functions that do not work through operators on an unbuilt tensor."""
 
 
 def _to_meta(tensor: Tensor) -> Tensor:

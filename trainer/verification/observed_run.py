@@ -1,6 +1,6 @@
 """The results of a short run, by name: losses, gradients, norms, values and states of each step, and later results.
 
-A run of several ranks writes one record per rank. :func:`merged` combines them into the record of one process::
+Each rank of a run observes its part. :func:`merged` combines the parts into what one process would observe::
 
     rank 0    batch 0   batch 2 │ batch 4   batch 6
     rank 1    batch 1   batch 3 │ batch 5   batch 7      2 ranks, 2 accumulated batches, 2 steps
@@ -23,8 +23,8 @@ Values = dict[str, Any]
 
 
 @dataclass
-class StepRecord:
-    """One optimizer step.
+class ObservedStep:
+    """What is observed of one optimizer step.
 
     Attributes:
         gradients: The gradient of each parameter before clipping, averaged over the ranks; ``None`` if it has none.
@@ -42,8 +42,8 @@ class StepRecord:
 
 
 @dataclass
-class RunRecord:
-    """A whole run.
+class ObservedRun:
+    """What is observed of a run.
 
     Attributes:
         name: The name of the run, for messages.
@@ -77,7 +77,7 @@ class RunRecord:
     name: str
     losses: list[float | None] = field(default_factory=list)
     initial: dict[str, Tensor] = field(default_factory=dict)
-    steps: list[StepRecord] = field(default_factory=list)
+    steps: list[ObservedStep] = field(default_factory=list)
     logged: list[Values] = field(default_factory=list)
     logged_of_epoch: list[Values] = field(default_factory=list)
     calls: list[list[LoggedCall]] | None = None
@@ -104,8 +104,8 @@ class RunRecord:
         """Whether layers draw random numbers in training."""
         return any(self.draws.values())
 
-    def first(self, number: int) -> "RunRecord":
-        """Return the record of the first steps, without the results that follow the last step."""
+    def first(self, number: int) -> "ObservedRun":
+        """Return the run up to some step, without the results that follow the last step."""
         batches = number * max(1, len(self.losses) // max(1, len(self.steps)))
         return replace(
             self,
@@ -120,36 +120,36 @@ class RunRecord:
         )
 
 
-def merged(records: Sequence[RunRecord], accumulated: int = 1) -> RunRecord:
-    """Return the record of a run, given the records of its ranks.
+def merged(of_ranks: Sequence[ObservedRun], accumulated: int = 1) -> ObservedRun:
+    """Return the whole run, given what each of its ranks has observed.
 
     Args:
-        records: One record per rank; a gradient that is missing on a rank comes from another rank.
+        of_ranks: The part of each rank; a gradient that is missing on a rank comes from another rank.
         accumulated: Number of batches that each rank accumulates for a step.
     """
-    first, *others = records
+    first, *others = of_ranks
     if not others:
         return first
-    losses = [loss for batch in zip(*(record.losses for record in records), strict=True) for loss in batch]
-    logged = [values for batch in zip(*(record.logged for record in records), strict=True) for values in batch]
-    of_epoch = [values for record in records for values in record.logged_of_epoch]
+    losses = [loss for batch in zip(*(own.losses for own in of_ranks), strict=True) for loss in batch]
+    logged = [values for batch in zip(*(own.logged for own in of_ranks), strict=True) for values in batch]
+    of_epoch = [values for own in of_ranks for values in own.logged_of_epoch]
     steps = []
     for i, step in enumerate(first.steps):
         gradients = dict(step.gradients)
         for name in gradients:
-            found = (other.steps[i].gradients.get(name) for other in records)
+            found = (own.steps[i].gradients.get(name) for own in of_ranks)
             gradients[name] = next((gradient for gradient in found if gradient is not None), None)
         steps.append(replace(step, gradients=gradients))
     return replace(first, losses=losses, steps=steps, logged=logged, logged_of_epoch=of_epoch)
 
 
-def with_logs_of_ranks(record: RunRecord, ranks: int) -> RunRecord:
-    """Return the record of one process that ran the batches of all ranks, with the logged values of the ranks."""
-    if record.calls is None or record.stopped_after == 0:
-        return record
-    epoch = record.logged_of_epoch[0] if record.logged_of_epoch else {}
-    found = logged_of_ranks(record.calls, ranks, record.logged, epoch)
-    return replace(record, logged=found.of_batches, logged_of_epoch=found.of_epoch)
+def with_logs_of_ranks(run: ObservedRun, ranks: int) -> ObservedRun:
+    """Return the run of one process that ran the batches of all ranks, with the logged values of the ranks."""
+    if run.calls is None or run.stopped_after == 0:
+        return run
+    epoch = run.logged_of_epoch[0] if run.logged_of_epoch else {}
+    found = logged_of_ranks(run.calls, ranks, run.logged, epoch)
+    return replace(run, logged=found.of_batches, logged_of_epoch=found.of_epoch)
 
 
 def leaves(value: Any, path: str = "") -> Values:

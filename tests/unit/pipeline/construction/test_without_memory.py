@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, BertConfig, GPT2Config, LlamaConfig
 
 from strategies.pipeline.construction.recipe import Recipe
-from strategies.pipeline.construction.recording import Construction
+from strategies.pipeline.construction.without_memory import Construction
 
 
 class Rate(nn.Module):
@@ -124,7 +124,7 @@ def test_values_and_random_state_of_one_process(kind: str, small_bytes: int) -> 
     state, drawn = torch.get_rng_state(), torch.rand(3)
     torch.manual_seed(3)
     construction = Construction(small_bytes)
-    with construction.recording():
+    with construction.without_memory():
         model = build()
     assert torch.equal(torch.get_rng_state(), state) and torch.equal(torch.rand(3), drawn)
     torch.manual_seed(11)  # replays do not depend on the generator, and leave it alone
@@ -134,8 +134,8 @@ def test_values_and_random_state_of_one_process(kind: str, small_bytes: int) -> 
     assert values.keys() == wanted.keys()
     for name, value in wanted.items():
         assert values[name].dtype == value.dtype and torch.equal(values[name], value), name
-    recorded = [p for p in model.parameters() if construction.knows(p)]
-    assert recorded and all(p.is_meta for p in recorded)
+    unbuilt = [p for p in model.parameters() if construction.knows(p)]
+    assert unbuilt and all(p.is_meta for p in unbuilt)
     if isinstance(model, Rate) and isinstance(expected, Rate):
         assert model.devices == {"cpu"}
         for name in ("rates", "largest", "rows", "array"):
@@ -144,29 +144,29 @@ def test_values_and_random_state_of_one_process(kind: str, small_bytes: int) -> 
 
 def test_what_is_overwritten_is_not_computed() -> None:
     construction = Construction(-1)
-    with construction.recording():
+    with construction.without_memory():
         linear = nn.Linear(4, 4, bias=False)
         nn.init.normal_(linear.weight)
     assert len(construction.recipe(linear.weight).steps) == 1
 
 
 def test_an_array_refuses_changes() -> None:
-    with Construction(-1).recording():
+    with Construction(-1).without_memory():
         array = nn.Linear(4, 4).weight.detach().numpy()
         with pytest.raises(ValueError, match="read-only"):
             array[:] = 5
 
 
-def test_nested_contexts_record_once() -> None:
+def test_nested_contexts_add_each_step_once() -> None:
     construction = Construction(-1)
-    with construction.recording(), construction.recording():
+    with construction.without_memory(), construction.without_memory():
         weight = torch.ones(4).mul_(2)
     assert construction.values(weight).tolist() == [2] * 4
 
 
-def test_what_cannot_be_recorded() -> None:
+def test_what_cannot_be_built_later() -> None:
     construction = Construction(60)
-    with construction.recording():
+    with construction.without_memory():
         linear = nn.Linear(6, 6)
         with pytest.raises(RuntimeError, match=r"`_foreach_mul_` changes large and small tensors in place at once"):
             torch._foreach_mul_([p.data for p in linear.parameters()], 2.0)
