@@ -508,15 +508,15 @@ class Pipeline(NotCopyable):
         return self._recovery.size_bytes if self._recovery is not None else 0
 
     def _recovering(
-        self, workers: _Connections, session: ExitStack, threads: int, ending: ExitStack
+        self, connections: _Connections, session: ExitStack, threads: int, ending: ExitStack
     ) -> Recoverer | None:
         """Return the object that replaces lost workers; ``None`` if a lost worker ends the run."""
-        if self._recovery_settings is None or not workers.remotes:
+        if self._recovery_settings is None or not connections.remotes:
             return None
         if isinstance(self._workers, Ranks) and self._recovery_settings.max_restarts:
             check_snapshots(are_replaced=self._workers.are_supervised)
-        assert workers.transport is not None
-        remotes = workers.remotes  # the function below must not keep the connections of the first session
+        assert connections.transport is not None
+        remotes = connections.remotes  # the function below must not keep the connections of the first session
 
         def restart(failures: Failures, slots: Sequence[InSlot], num_rounds: int) -> Transport:
             session.close()
@@ -535,7 +535,7 @@ class Pipeline(NotCopyable):
         return Recoverer(
             self._recovery_settings,
             self.failures,
-            workers.transport,
+            connections.transport,
             remotes,
             self._slots(ending),
             restart,
@@ -661,9 +661,9 @@ class Pipeline(NotCopyable):
             holders.append(self._move_to_worker(i, remote))
             ending.callback(holders[-1].end)
 
-        workers = self._open(parcels, threads, session, self.failures, client=client, taken=leave)
-        recovery = self._recovery = self._recovering(workers, session, threads, outliving)
-        remotes = workers.remotes
+        connections = self._open(parcels, threads, session, self.failures, client=client, taken=leave)
+        recovery = self._recovery = self._recovering(connections, session, threads, outliving)
+        remotes = connections.remotes
         averaging: Averaging | None = None
         shared_steps: SharedSteps | None = None
         if self._replicas is not None:
@@ -678,7 +678,7 @@ class Pipeline(NotCopyable):
             averaging.share()
         self.optimizers.connect(remotes, numbers, shared_steps=shared_steps)
         ending.callback(self.optimizers.end)
-        transport = workers.transport if recovery is None else recovery.transport
+        transport = connections.transport if recovery is None else recovery.transport
         executing = self._executing(remotes, transport, averaging, holders, ending)
         if self._blocks is None:
             ending.callback(replaced(self.module, "forward", self._forward))
@@ -850,16 +850,16 @@ class Pipeline(NotCopyable):
                 worker.
             taken: Called with the number and the client of a stage when its worker has the state.
         """
-        workers = self._connect(origins, threads, session, failures, client) if origins else _Connections()
-        for i, (origin, remote, unpacked) in enumerate(zip(origins, workers.remotes, workers.unpacked, strict=True)):
-            group = workers.group
+        opened = self._connect(origins, threads, session, failures, client) if origins else _Connections()
+        for i, (origin, remote, unpacked) in enumerate(zip(origins, opened.remotes, opened.unpacked, strict=True)):
+            group = opened.group
             assert group is not None
             with failures.explained():
-                origin.deliver(partial(send_storages, group=group, peer=i, wait=workers.wait))
+                origin.deliver(partial(send_storages, group=group, peer=i, wait=opened.wait))
             failures.result_of(unpacked)
             remote.connect(Sender(group, i, tag=ORDERS_TAG))
             taken(i, remote)
-        return workers
+        return opened
 
     def _connect(
         self,
