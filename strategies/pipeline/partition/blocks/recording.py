@@ -19,7 +19,7 @@ from strategies.pipeline.partition.blocks.calls import BlockCall, CallPlan, Plan
 from strategies.pipeline.partition.blocks.expected import ExpectedOutputs, autocast_settings
 from strategies.pipeline.partition.blocks.output import DeferredOutput
 from strategies.pipeline.stage.layers import PassContext, refuse_checkpoint_around
-from strategies.pipeline.stage.microbatch.split import is_object, pack_objects
+from strategies.pipeline.stage.microbatch.split import PLAIN, is_object, pack_objects
 from strategies.pipeline.transport.channel import Unusual, structure_of
 
 NOT_JOINED = (
@@ -27,9 +27,6 @@ NOT_JOINED = (
     "Use schedule='1f1b'"
 )
 """Why a deferred output of a split batch has no value."""
-
-_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
-
 
 _MANY_CALLS, _MANY_PLANS = 4096, 64
 """Maximum number of known calls and plans. A model uses a few plans, and as many calls of each block."""
@@ -229,6 +226,7 @@ class RecordedCalls:
         like = next(slot for slot in own if self._kinds[slot][1].is_floating_point) if found.is_like_first else None
         leaves, spec = tree_flatten(found.output)
         shapes: dict[int, tuple[int, ...]] = {}
+        dtypes: dict[int, torch.dtype] = {}
         slots = list(leaves)
         next_slot = len(self.table)
         for place, leaf in enumerate(leaves):
@@ -237,11 +235,11 @@ class RecordedCalls:
                 continue
             slots[place], next_slot = TableEntry(next_slot), next_slot + 1
             leaves[place] = _OutputTensor(leaf.dtype, leaf.shape if like is None else None)
+            dtypes[slots[place].number] = leaf.dtype
             if like is None:
                 shapes[slots[place].number] = tuple(leaf.shape[1:])
         output = tree_unflatten(slots, spec)
-        guessed = found.output.dtype if found.is_guess else None
-        call = replace(call, output=output, like=like, guessed=guessed, shapes=shapes)
+        call = replace(call, output=output, like=like, is_guess=found.is_guess, shapes=shapes, dtypes=dtypes)
         needed = None if found.is_like_first else [self._shape_of(slot) for slot, _ in tensors]
         return _KnownCall(call, tensors, hidden_slot, needed, leaves, spec)
 
@@ -303,7 +301,7 @@ class RecordedCalls:
                 return f"an argument of block {dotted(self._path, name)}"
             arguments = _arguments_of(*call.arguments, len(leaves))
             for argument, one, two in zip(arguments, leaves, others, strict=True):
-                if type(one) is not type(two) or (isinstance(one, _PLAIN) and one != two and one == one):
+                if type(one) is not type(two) or (isinstance(one, PLAIN) and one != two and one == one):
                     return f"argument {argument!r} of block {dotted(self._path, name)}"
         return None
 
