@@ -12,6 +12,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+from strategies.common.joined_lists import why_one_list
 from strategies.common.stage_layers import dotted
 from strategies.common.torch_compat import TreeSpec, num_changes, tree_flatten, tree_leaves, tree_unflatten
 from strategies.common.transformers_compat import active_collector, captures_in, collect
@@ -121,6 +122,7 @@ class RecordedCalls:
         self, path: str, names: Sequence[str], blocks: nn.ModuleList, expected: ExpectedOutputs, known: KnownCalls
     ) -> None:
         self._path, self.names, self._blocks, self._expected, self._known = path, names, blocks, expected, known
+        self._why_one_list = why_one_list(blocks, names[0])
         self._calls: dict[str, BlockCall] = {}
         self._are_known = True
         """Whether a later pass can use the descriptions of all calls again."""
@@ -265,7 +267,7 @@ class RecordedCalls:
                 shape = self._shape_of(call.like)
             slot = len(self.table)
             what = f"the output of block {block}" if len(leaves) == 1 else f"output {place} of block {block}"
-            leaves[place] = DeferredOutput(shape, leaf.dtype, device, slot, what)
+            leaves[place] = DeferredOutput(shape, leaf.dtype, device, slot, what + self._why_one_list)
             self.table.append(None)
             self._outputs[slot] = ref(leaves[place])
             self.shapes[slot], self._kinds[slot] = shape, (len(shape), leaf.dtype, device)
@@ -345,8 +347,8 @@ class RecordedCalls:
         what = "a second time" if name in self._calls else f"before block {expected}"
         raise RuntimeError(
             f"the model calls block {dotted(self._path, name)} {what} (called so far: {called}); a pipeline runs the "
-            f"blocks {self.names[0]} to {self.names[-1]} once each, in this order. Switch off what skips or repeats "
-            "blocks, such as layerdrop, or name another list of blocks by module=..."
+            f"blocks {self.names[0]} to {self.names[-1]}{self._why_one_list} once each, in this order. Switch off what "
+            "skips or repeats blocks, such as layerdrop, or name another list of blocks by module=..."
         )
 
     def _check_settings(self, block: str) -> None:
