@@ -102,6 +102,16 @@ def names_of(module: nn.Module) -> list[str]:
     return [" and ".join(map(repr, dict.fromkeys((paths[0], paths[-1])))) for paths in module.paths]
 
 
+def why_one_list(module: nn.Module, layer: str) -> str:
+    """Return a remark for messages if the list that contains a layer joins several modules; else an empty string."""
+    if not isinstance(module, JoinedLists):
+        return ""
+    place, ends = list(module._modules).index(layer), accumulate(module.lengths)
+    paths = next(paths for paths, end in zip(module.paths, ends, strict=True) if place < end)
+    listed = " and ".join(map(repr, paths))
+    return f" ({listed} are one list, because forward calls them one after another)" if len(paths) > 1 else ""
+
+
 def parts_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the modules of the model that contain the layers, each with the start of the layers' names."""
     return module.parts if isinstance(module, JoinedLists) else [("", module)]

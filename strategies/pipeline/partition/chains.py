@@ -8,8 +8,7 @@ x = x.flatten(1)         an operation of the model's own code ends the list
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import fx, nn
@@ -21,8 +20,9 @@ from strategies.common.random_seeds import preserved_random_state
 def chains_of(model: nn.Module, paths: Sequence[str]) -> list[tuple[str, ...]]:
     """Return the modules at some paths in groups that the model calls one after another, in the order of ``paths``.
 
-    The code of the modules that contain them is traced by ``torch.fx``. If it cannot be traced, such as code that
-    depends on values, each module is a group.
+    The code of the modules that contain them is traced by ``torch.fx``, in training and in evaluation mode. A group is
+    called in the same way in both. If the code cannot be traced, such as code that depends on values, each module is a
+    group.
 
     Args:
         model: The model.
@@ -38,14 +38,26 @@ def chains_of(model: nn.Module, paths: Sequence[str]) -> list[tuple[str, ...]]:
     outer, start = model.get_submodule(around), f"{around}." if around else ""
     own = {path[len(start) :]: path for path in paths}
     traced = {outer.get_submodule(".".join(name.split(".")[:n])) for name in own for n in range(name.count(".") + 1)}
-    try:
-        with preserved_random_state(torch.device("cpu")), unchanged(model.modules()):
-            graph = _Tracer(traced).trace(outer)
-    except Exception:  # code of the user, which may not be made for tracing
-        return apart
-    chains = {chain[0]: tuple(start + name for name in chain) for chain in _chains(graph, set(own))}
-    joined = {name for chain in chains.values() for name in chain[1:]}
-    return [chains.get(name, (path,)) for name, path in own.items() if path not in joined]
+    followers: list[dict[str, tuple[str, ...]]] = []
+    for is_training in (True, False):
+        try:
+            with preserved_random_state(torch.device("cpu")), unchanged(model.modules()):
+                for module in traced:
+                    module.training = is_training
+                graph = _Tracer(traced).trace(outer)
+        except Exception:  # code of the user, which may not be made for tracing
+            return apart
+        followers.append(_followers(graph, set(own)))
+    following = {name: names for name, names in followers[0].items() if followers[1].get(name) == names}
+    joined = {name for names in following.values() for name in names}
+    groups = []
+    for name in own:
+        if name not in joined:
+            group = [name]
+            while group[-1] in following:
+                group += following[group[-1]]
+            groups.append(tuple(start + part for part in group))
+    return groups
 
 
 def _common(paths: Sequence[str]) -> str:
@@ -75,21 +87,21 @@ class _Tracer(fx.Tracer):
         return m not in self._traced
 
 
-def _chains(graph: fx.Graph, names: set[str]) -> Iterator[list[str]]:
-    """Yield the names of modules that are called one after another."""
+def _followers(graph: fx.Graph, names: set[str]) -> dict[str, tuple[str, ...]]:
+    """Return for each module with a follower the names of the single layers called after it, and of the follower."""
     called = Counter(node.target for node in graph.nodes if node.op == "call_module")
-    reached = set[Any]()
+    found: dict[str, tuple[str, ...]] = {}
     for node in graph.nodes:
-        if node.op != "call_module" or node.target not in names or node.target in reached or called[node.target] > 1:
+        if node.op != "call_module" or node.target not in names or called[node.target] > 1:
             continue
-        chain, between, last = [str(node.target)], list[str](), node
-        while (following := _next(last)) is not None and called[following.target] == 1:
-            last = following
-            between.append(str(last.target))
+        after, last = list[str](), _next(node)
+        while last is not None and called[last.target] == 1:
+            after.append(str(last.target))
             if last.target in names:
-                chain, between = chain + between, []
-        reached.update(chain)
-        yield chain
+                found[str(node.target)] = tuple(after)
+                break
+            last = _next(last)
+    return found
 
 
 def _next(node: fx.Node) -> fx.Node | None:

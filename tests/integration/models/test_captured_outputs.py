@@ -59,6 +59,8 @@ def padded() -> Any:
         ids = torch.randint(0, 50, (rows, 7), generator=generator)
         mask = (torch.arange(7) < torch.arange(7, 7 - rows, -1)[:, None]).long()
         made.append({"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)})
+    same = torch.randint(0, 50, (1, 7), generator=generator).repeat(6, 1)  # the micro-batches are equal
+    made.append({"input_ids": same, "attention_mask": torch.ones_like(same), "labels": same})
     return DataLoader(made, batch_size=None)
 
 

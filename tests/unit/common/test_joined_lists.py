@@ -1,6 +1,6 @@
 from torch import nn
 
-from strategies.common.joined_lists import JoinedLists, layers_now, lengths_of, lists_of, parts_of
+from strategies.common.joined_lists import JoinedLists, layers_now, lengths_of, lists_of, parts_of, why_one_list
 
 
 def model() -> nn.Module:
@@ -21,6 +21,13 @@ def test_layers_have_their_names_in_the_model() -> None:
     assert joined[-1] is whole.up[1] and len(joined) == 5
     assert lengths_of(joined) == [3, 2] and lists_of(joined) == [[*whole.down, whole.between], [*whole.up]]
     assert parts_of(joined) == [("down.", whole.down), ("between.", whole.between), ("up.", whole.up)]
+
+
+def test_a_message_says_which_modules_are_one_list() -> None:
+    joined = JoinedLists(model(), [["down", "between"], ["up"]])
+    assert "'down' and 'between' are one list" in why_one_list(joined, "down.1")
+    assert "'down' and 'between' are one list" in why_one_list(joined, "between")
+    assert why_one_list(joined, "up.0") == why_one_list(nn.Sequential(nn.Tanh()), "0") == ""
 
 
 def test_layers_are_taken_out_of_the_model() -> None:

@@ -127,18 +127,24 @@ def _kind_of(tensor: Tensor, rows: int) -> tuple[Any, ...]:
     return tensor.dtype, tensor.dim(), -1 if len(tensor) == rows else len(tensor)
 
 
-def are_rows(parts: Sequence[Tensor], rows: Sequence[int]) -> bool:
+def are_rows(parts: Sequence[Tensor], rows: Sequence[int], inputs: Sequence[Tensor]) -> bool:
     """Return whether the parts of an output over the micro-batches can be joined along the first dimension.
+
+    Equal parts are taken for an output without rows if they were computed from different rows.
 
     Args:
         parts: One tensor per micro-batch.
         rows: The number of rows of each micro-batch.
+        inputs: The tensors with rows of the whole batch, from which the parts were computed.
     """
     if any(not part.dim() or len(part) % max(1, size) for part, size in zip(parts, rows, strict=True)):
         return False
     if len({len(part) // max(1, size) for part, size in zip(parts, rows, strict=True)}) > 1:
         return False
-    return len(parts) < 2 or not torch.equal(parts[0], parts[1])
+    if len(parts) < 2 or not torch.equal(parts[0], parts[1]):
+        return True
+    first, second = slice(rows[0]), slice(rows[0], rows[0] + rows[1])
+    return all(torch.equal(tensor[first], tensor[second]) for tensor in inputs)
 
 
 def with_tensors_replaced(value: Any, places: Sequence[int], replace: Callable[[Tensor], Any]) -> Any:

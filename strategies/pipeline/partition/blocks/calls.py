@@ -25,7 +25,7 @@ from strategies.common.torch_compat import num_changes, tree_flatten
 from strategies.common.transformers_compat import Capture, capturing
 from strategies.pipeline.stage.edges import leaves_of
 from strategies.pipeline.stage.layers import Before
-from strategies.pipeline.stage.microbatch.split import freeze, objects_in, unpack_objects
+from strategies.pipeline.stage.microbatch.split import PLAIN, freeze, objects_in, unpack_objects
 from strategies.pipeline.transport.channel import filled
 
 _CONTAINERS = (dict, list, tuple)
@@ -50,8 +50,9 @@ class BlockCall:
         dropped: Table entries that no later call uses.
         like: The table entry whose shape beyond the first dimension the model was given for every tensor of the
             output; ``None`` if :attr:`shapes` has their shapes.
-        guessed: If the nesting of the output was not known in advance and the model was given one tensor, its dtype.
+        is_guess: Whether the nesting of the output was not known in advance, and the model was given one tensor.
         shapes: For each table entry in the output, the shape beyond the first dimension that the model was given.
+        dtypes: For each table entry in the output, the dtype that the model was given.
         captures: The outputs that hooks of ``transformers`` capture within the block.
         captured: The table entries for the captured outputs.
     """
@@ -62,8 +63,9 @@ class BlockCall:
     has_objects: bool
     dropped: Sequence[int]
     like: int | None = None
-    guessed: torch.dtype | None = None
+    is_guess: bool = False
     shapes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    dtypes: Mapping[int, torch.dtype] = field(default_factory=dict)
     captures: Sequence[Capture] = ()
     captured: TableEntry | None = None
 
@@ -169,9 +171,18 @@ def changed_argument(block: str, argument: str, kind: str) -> RuntimeError:
 
 def _is_same(value: Any, expected: Any) -> bool:
     """Return whether a value that is not a tensor equals the one that the model was given."""
-    if isinstance(value, bool | int | float | str | type(None)):
+    if isinstance(value, PLAIN):
         return type(value) is type(expected) and (value == expected or value != value)
     return type(value) is type(expected)
+
+
+def _is_told(dtype: torch.dtype, told: torch.dtype) -> bool:
+    """Return whether a tensor may have a dtype if the model was told another one.
+
+    Autocast has no effect on the ``meta`` device, so under autocast any floating-point dtype stands for any other.
+    """
+    is_autocast = any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+    return dtype == told or (is_autocast and dtype.is_floating_point and told.is_floating_point)
 
 
 def _store(block: str, call: BlockCall, told: torch.Size | None, output: Any, table: list[Any]) -> None:
@@ -184,17 +195,17 @@ def _store(block: str, call: BlockCall, told: torch.Size | None, output: Any, ta
         output: The output.
         table: The table.
     """
-    if call.guessed is not None:
+    if call.is_guess:
+        guess = call.dtypes[call.output.number]
         found = (output.shape[1:], output.dtype) if isinstance(output, Tensor) else None
-        if found != (told, call.guessed):
+        if found != (told, guess):
             what = f"a {type(output).__name__}"
             if found is not None:
                 what = f"a tensor of shape [*, {list(found[0])}] and {found[1]}"
             raise RuntimeError(
                 f"block {block} returned {what}, but its code cannot run without values (on the meta device), so the "
                 f"model was told that it returns a tensor like its first argument, [*, {list(told or ())}] and "
-                f"{call.guessed}. Let the block return that, or put an nn.Sequential in place of the loop over the "
-                "blocks."
+                f"{guess}. Let the block return that, or put an nn.Sequential in place of the loop over the blocks."
             )
     (leaves, spec), (expected, expected_spec) = leaves_of(output), leaves_of(call.output)
     if spec != expected_spec:
@@ -219,5 +230,11 @@ def _store(block: str, call: BlockCall, told: torch.Size | None, output: Any, ta
                     f"block {block} returned a tensor of shape [*, {list(leaf.shape[1:])}], but the model, which ran "
                     f"before the block, was told [*, {list(expected_shape)}]. Let the shape of what a block "
                     "returns follow from the shapes of its arguments in the same way for all lengths."
+                )
+            if not _is_told(leaf.dtype, call.dtypes[slot.number]):
+                raise RuntimeError(
+                    f"block {block} returned a tensor of {leaf.dtype}, but the model, which ran before the block, was "
+                    f"told {call.dtypes[slot.number]}. Let the block convert what it returns to a dtype that depends "
+                    "only on its arguments, and not on torch.autocast within the block."
                 )
             table[slot.number] = leaf

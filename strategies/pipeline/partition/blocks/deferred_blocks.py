@@ -234,7 +234,8 @@ class DeferredBlocks:
         output, returned = self._run(value, partial(self._find_rows, calls, value[1]), number)
         for call in self._calls_in_progress():
             call.ran.append(number)
-        calls.give_values(returned, [self._can_be_joined(slot, k) for k, slot in enumerate(calls.returned)])
+        joined = [self._can_be_joined(calls, slot, k) for k, slot in enumerate(calls.returned)]
+        calls.give_values(returned, joined)
         self._check_last_output(name)
         self._parts, self._split = [], None
         if torch.is_grad_enabled() and value[1] in self._left_out:
@@ -264,14 +265,16 @@ class DeferredBlocks:
         made.ended = NOT_JOINED
         return made
 
-    def _can_be_joined(self, slot: int, k: int) -> bool:
+    def _can_be_joined(self, calls: DeferredCalls, slot: int, k: int) -> bool:
         """Return whether the ``k``-th returned table entry, with index ``slot``, can be joined to that of the batch."""
         if len(self._parts) < 2 or self._split is None:
             return True
         if self._split.is_joined is not None and slot in self._split.is_joined:
             return self._split.is_joined[slot]
         columns = zip(*(tree_leaves(returned[k]) for _, returned in self._parts), strict=True)
-        return all(are_rows(column, self._split.sizes(len(self._parts))) for column in columns)
+        sizes = self._split.sizes(len(self._parts))
+        inputs = [entry for entry, has_rows in zip(calls.table, self._split.table, strict=True) if has_rows]
+        return all(are_rows(column, sizes, inputs) for column in columns)
 
     def _check_last_output(self, name: str) -> None:
         """If a batch was split and the output of the last block was not known in advance, check this output."""

@@ -12,6 +12,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+from strategies.common.joined_lists import why_one_list
 from strategies.common.stage_layers import dotted
 from strategies.common.torch_compat import TreeSpec, num_changes, tree_flatten, tree_leaves, tree_unflatten
 from strategies.common.transformers_compat import active_collector, captures_in, collect
@@ -19,7 +20,7 @@ from strategies.pipeline.partition.blocks.calls import BlockCall, CallPlan, Plan
 from strategies.pipeline.partition.blocks.expected import ExpectedOutputs, autocast_settings
 from strategies.pipeline.partition.blocks.output import DeferredOutput
 from strategies.pipeline.stage.layers import PassContext, refuse_checkpoint_around
-from strategies.pipeline.stage.microbatch.split import is_object, pack_objects
+from strategies.pipeline.stage.microbatch.split import PLAIN, is_object, pack_objects
 from strategies.pipeline.transport.channel import Unusual, structure_of
 
 NOT_JOINED = (
@@ -27,9 +28,6 @@ NOT_JOINED = (
     "Use schedule='1f1b'"
 )
 """Why a deferred output of a split batch has no value."""
-
-_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
-
 
 _MANY_CALLS, _MANY_PLANS = 4096, 64
 """Maximum number of known calls and plans. A model uses a few plans, and as many calls of each block."""
@@ -124,6 +122,7 @@ class DeferredCalls:
         self, path: str, names: Sequence[str], blocks: nn.ModuleList, expected: ExpectedOutputs, known: KnownCalls
     ) -> None:
         self._path, self.names, self._blocks, self._expected, self._known = path, names, blocks, expected, known
+        self._why_one_list = why_one_list(blocks, names[0])
         self._calls: dict[str, BlockCall] = {}
         self._are_known = True
         """Whether a later pass can use the descriptions of all calls again."""
@@ -229,6 +228,7 @@ class DeferredCalls:
         like = next(slot for slot in own if self._kinds[slot][1].is_floating_point) if found.is_like_first else None
         leaves, spec = tree_flatten(found.output)
         shapes: dict[int, tuple[int, ...]] = {}
+        dtypes: dict[int, torch.dtype] = {}
         slots = list(leaves)
         next_slot = len(self.table)
         for place, leaf in enumerate(leaves):
@@ -237,11 +237,11 @@ class DeferredCalls:
                 continue
             slots[place], next_slot = TableEntry(next_slot), next_slot + 1
             leaves[place] = _OutputTensor(leaf.dtype, leaf.shape if like is None else None)
+            dtypes[slots[place].number] = leaf.dtype
             if like is None:
                 shapes[slots[place].number] = tuple(leaf.shape[1:])
         output = tree_unflatten(slots, spec)
-        guessed = found.output.dtype if found.is_guess else None
-        call = replace(call, output=output, like=like, guessed=guessed, shapes=shapes)
+        call = replace(call, output=output, like=like, is_guess=found.is_guess, shapes=shapes, dtypes=dtypes)
         needed = None if found.is_like_first else [self._shape_of(slot) for slot, _ in tensors]
         return _KnownCall(call, tensors, hidden_slot, needed, leaves, spec)
 
@@ -267,7 +267,7 @@ class DeferredCalls:
                 shape = self._shape_of(call.like)
             slot = len(self.table)
             what = f"the output of block {block}" if len(leaves) == 1 else f"output {place} of block {block}"
-            leaves[place] = DeferredOutput(shape, leaf.dtype, device, slot, what)
+            leaves[place] = DeferredOutput(shape, leaf.dtype, device, slot, what + self._why_one_list)
             self.table.append(None)
             self._outputs[slot] = ref(leaves[place])
             self.shapes[slot], self._kinds[slot] = shape, (len(shape), leaf.dtype, device)
@@ -303,7 +303,7 @@ class DeferredCalls:
                 return f"an argument of block {dotted(self._path, name)}"
             arguments = _arguments_of(*call.arguments, len(leaves))
             for argument, one, two in zip(arguments, leaves, others, strict=True):
-                if type(one) is not type(two) or (isinstance(one, _PLAIN) and one != two and one == one):
+                if type(one) is not type(two) or (isinstance(one, PLAIN) and one != two and one == one):
                     return f"argument {argument!r} of block {dotted(self._path, name)}"
         return None
 
@@ -347,8 +347,8 @@ class DeferredCalls:
         what = "a second time" if name in self._calls else f"before block {expected}"
         raise RuntimeError(
             f"the model calls block {dotted(self._path, name)} {what} (called so far: {called}); a pipeline runs the "
-            f"blocks {self.names[0]} to {self.names[-1]} once each, in this order. Switch off what skips or repeats "
-            "blocks, such as layerdrop, or name another list of blocks by module=..."
+            f"blocks {self.names[0]} to {self.names[-1]}{self._why_one_list} once each, in this order. Switch off what "
+            "skips or repeats blocks, such as layerdrop, or name another list of blocks by module=..."
         )
 
     def _check_settings(self, block: str) -> None:

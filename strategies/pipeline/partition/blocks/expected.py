@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -10,10 +11,10 @@ from torch import Tensor, nn
 from strategies.common.patching import unchanged
 from strategies.common.random_seeds import preserved_random_state
 from strategies.common.stage_layers import dotted
-from strategies.common.torch_compat import CALL_ATTRIBUTE, tree_leaves, tree_map, tree_map_only
+from strategies.common.torch_compat import CALL_ATTRIBUTE, TreeSpec, tree_flatten, tree_leaves, tree_map, tree_map_only
 from strategies.common.transformers_compat import collector_hidden
 from strategies.pipeline.partition.blocks.calls import changed_argument, objects_of
-from strategies.pipeline.stage.microbatch.split import freeze
+from strategies.pipeline.stage.microbatch.split import PLAIN, freeze, pack_objects
 
 _MANY = 4096
 """Maximum number of known outputs. A model needs a few of each block."""
@@ -68,17 +69,17 @@ class ExpectedOutputs:
                 arguments.
         """
         leaves = tree_leaves((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        first = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
+        first = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()), None)
         if first is None:
             raise RuntimeError(
                 f"block {dotted(self.path, name)} got no floating-point tensor, so its output is not known before it "
                 "runs; pass the hidden state as its first argument"
             )
-        kinds = [(leaf.dim(), leaf.dtype) if isinstance(leaf, Tensor) else _constant(leaf) for leaf in leaves]
-        nesting = [type(value) for value in args], *((argument, type(value)) for argument, value in kwargs.items())
+        packed, nesting = tree_flatten(pack_objects((args, kwargs)))
+        kinds = tuple((leaf.dim(), leaf.dtype) if isinstance(leaf, Tensor) else _constant(leaf) for leaf in packed)
         block = self._blocks.get_submodule(name)
-        key = name, repr((kinds, nesting)), autocast_settings(), block.training
+        key = name, kinds, _digest(nesting), autocast_settings(), block.training
+        tensors = [leaf for leaf in packed if isinstance(leaf, Tensor)]
         shapes = [tensor.shape for tensor in tensors]
         known = self._known.get(key)
         if known is None or not (known.is_like_first or known.shapes == shapes):
@@ -120,7 +121,12 @@ class _Known:
 
 def _constant(leaf: Any) -> Any:
     """Return the part of an argument that is not a tensor that may determine the output of a block."""
-    return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf)
+    return type(leaf), leaf if isinstance(leaf, PLAIN) else None
+
+
+def _digest(nesting: TreeSpec) -> bytes:
+    """Return a short description of the nesting of arguments and of the content of objects among them."""
+    return blake2b(repr(nesting).encode()).digest()
 
 
 def _like(tensor: Tensor) -> Tensor:

@@ -219,12 +219,13 @@ def _names(value: Any, leaves: list[Any]) -> list[str]:
 
 # Objects in values
 
-_KEPT = (
-    Tensor,
+PLAIN = (
     *(bool, int, float, complex, str, bytes, range, type(None), type, Enum),
     *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
-    *(FunctionType, BuiltinFunctionType, nn.Module),
 )
+"""Types of immutable values, which are compared by value."""
+
+_KEPT = (Tensor, *PLAIN, FunctionType, BuiltinFunctionType, nn.Module)
 """Types of leaves that :func:`pack_objects` keeps: tensors, immutable values, and modules, which are not data."""
 
 

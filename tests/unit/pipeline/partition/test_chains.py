@@ -39,6 +39,39 @@ def test_what_is_called_one_after_another(
     assert chains_of(whole, paths[:1]) == [("net.first",)]
 
 
+def in_training(code: Callable[[Net, Tensor], Tensor]) -> Callable[[Net, Tensor], Tensor]:
+    """Return code that runs only in training."""
+    return lambda net, x: code(net, x) if net.training else x
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (
+            lambda net, x: net.second(in_training(lambda net, x: net.pool(x))(net, net.first(x))),
+            [("first",), ("second",), ("third",)],
+        ),
+        (
+            lambda net, x: in_training(lambda net, x: net.third(x))(net, net.second(net.first(x))),
+            [("first", "second"), ("third",)],
+        ),
+        (
+            lambda net, x: net.third(net.second(net.first(x)) if net.training else net.first(x)),
+            [("first",), ("second",), ("third",)],
+        ),
+    ],
+)
+@pytest.mark.parametrize("is_training", [True, False])
+def test_only_what_is_called_one_after_another_in_training_and_in_evaluation_is_joined(
+    code: Callable[[Net, Tensor], Tensor], expected: list[tuple[str, ...]], is_training: bool
+) -> None:
+    net = Net(code).train(is_training)
+    net.second.train(not is_training)
+    modes = [module.training for module in net.modules()]
+    assert chains_of(net, ["first", "second", "third"]) == expected
+    assert [module.training for module in net.modules()] == modes
+
+
 def test_tracing_leaves_the_random_state() -> None:
     net = Net(lambda net, x: net.second(net.first(x + torch.randn(1))))
     before = torch.get_rng_state()

@@ -51,11 +51,15 @@ def test_a_decision_holds_for_another_size_of_batch_but_not_for_other_kinds() ->
 
 def test_outputs_of_microbatches_that_can_be_joined() -> None:
     rows = torch.arange(12.0).reshape(6, 2)
-    assert are_rows(rows.split([3, 2, 1]), [3, 2, 1])
-    assert are_rows(rows.split([4, 2]), [2, 1])  # two for each row
-    assert not are_rows([zeros(1, 2)] * 3, [2, 2, 2])
-    assert not are_rows([zeros(2, 2)] * 3, [2, 2, 2])  # equal, so probably the same for all rows
-    assert not are_rows([zeros(()), zeros(())], [2, 2])
+    assert are_rows(rows.split([3, 2, 1]), [3, 2, 1], [rows])
+    assert are_rows(rows.split([4, 2]), [2, 1], [rows[:3]])  # two for each row
+    assert not are_rows([zeros(1, 2)] * 3, [2, 2, 2], [rows])
+    assert not are_rows([zeros(2, 2)] * 3, [2, 2, 2], [rows])  # equal, so probably the same for all rows
+    assert not are_rows([zeros(()), zeros(())], [2, 2], [rows[:4]])
+    same = rows[:2].repeat(3, 1)
+    assert are_rows([zeros(2, 2)] * 3, [2, 2, 2], [same, same])  # equal, but so are the inputs
+    assert not are_rows([zeros(2, 2)] * 3, [2, 2, 2], [same, rows])
+    assert not are_rows([zeros(1, 2)] * 3, [2, 2, 2], [same])
 
 
 def test_fewer_rows_are_a_copy_in_which_the_same_tensor_is_the_same() -> None:

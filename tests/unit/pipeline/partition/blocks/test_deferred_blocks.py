@@ -4,6 +4,7 @@ import dataclasses
 from collections import UserDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -429,6 +430,56 @@ def test_a_number_that_a_block_returns_from_its_state_is_refused() -> None:
     with deferred(model, [1, 1]):
         model(X)
         with pytest.raises(RuntimeError, match=r"blocks\.0 returned 2, but the model, .* told that it returns 1"):
+            model(X)
+
+
+class Kind(Enum):
+    SINGLE, DOUBLE = torch.float32, torch.float64
+
+
+@dataclasses.dataclass
+class Options:
+    dtype: torch.dtype
+
+
+class Converts(nn.Module):
+    """Returns the hidden state in the dtype that an argument names."""
+
+    def forward(self, hidden: Tensor, kind: Any) -> Tensor:
+        dtype = kind.value if isinstance(kind, Kind) else kind.dtype if isinstance(kind, Options) else kind
+        return hidden.tanh().to(dtype)
+
+
+@pytest.mark.parametrize("kind", [lambda dtype: dtype, Kind, Options])
+def test_a_later_pass_may_give_another_dtype_as_an_argument(kind: Callable[[torch.dtype], Any]) -> None:
+    def run(model: Loop, hidden: Tensor) -> Tensor:
+        for block in model.blocks:
+            hidden = block(hidden, kind(model.dtype))
+            assert hidden.dtype == model.dtype
+        return hidden
+
+    model = Loop([Converts(), Converts()], run)
+    with deferred(model, [1, 1]):
+        for dtype in (torch.float32, torch.float64, torch.float32):
+            model.dtype = dtype
+            assert model(X).dtype == dtype
+
+
+class ConvertsLater(nn.Module):
+    """Returns the hidden state, and from the second call on in float64."""
+
+    num_calls = 0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.num_calls += 1
+        return hidden.double() if self.num_calls > 1 else hidden + 1
+
+
+def test_a_dtype_that_the_model_was_not_told_is_refused() -> None:
+    model = Loop([ConvertsLater(), nn.Tanh()], one_after_the_other)
+    with deferred(model, [1, 1]):
+        model(X)
+        with pytest.raises(RuntimeError, match=r"blocks\.0 returned a tensor of torch.float64, .* told torch.float32"):
             model(X)
 
 
