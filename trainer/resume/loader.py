@@ -135,10 +135,11 @@ class TrackedLoader(Iterator[Any]):
             saved["is_shared"] |= changed and saved["order"] is not None
             self._check(saved, how)
             return
+        unloaded = b"" if self._dataset is None else self._dataset.state()
         self._source.set_state_of_owners(saved["owners"])
         self._reports = dict(enumerate(saved["workers"]))
         if self._dataset is not None and "dataset" in saved:
-            self._dataset.load(saved["dataset"])
+            self._dataset.load(saved["dataset"], unloaded)
 
     def release(self) -> None:
         """Drop the iterators of the current pass, which ends its worker processes."""
@@ -171,7 +172,7 @@ class TrackedLoader(Iterator[Any]):
         if isinstance(self.loader, Stateful):
             self._begin(resumed=True)
         elif self._dataset is not None and "dataset" in saved:
-            self._dataset.load(saved["dataset"])
+            self._dataset.load(saved["dataset"], self._dataset.state())
             self._begin(resumed=True)
         else:
             if saved["is_shared"]:
@@ -192,13 +193,14 @@ class TrackedLoader(Iterator[Any]):
         assert self._dataset is not None
 
         def begin() -> Iterator[Any]:
-            if self._source.record["begun"]:  # begin again with the same order
-                self._source.set_state(self._source.record["begun"][0])
-                self._source.prepare()
             iter(self._source)
             return map(next, repeat(self._source))  # calling iter on it again would begin another pass
 
-        return self._dataset.checked(begin, may_be_empty=resumed and self._how.in_mid_epoch)
+        def rewind() -> None:
+            self._source.set_state(self._source.record["begun"][0])
+            self._source.prepare()
+
+        return self._dataset.checked(begin, rewind, may_be_empty=resumed and self._how.in_mid_epoch)
 
     def _iterator_over_indices(self) -> Iterator[Any]:
         """Return the DataLoader's iterator, with indices from the source and workers that report random states."""

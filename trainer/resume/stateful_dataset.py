@@ -29,29 +29,43 @@ class StatefulDataset:
         """Return the state as bytes, because a dataset may change what it returned; much faster than a deep copy."""
         return pickle.dumps(self._dataset.state_dict())
 
-    def load(self, state: Any) -> None:
-        """Load the state of a checkpoint."""
-        self._unloaded, self._after_first = self.state(), None
+    def load(self, state: Any, unloaded: bytes) -> None:
+        """Load the state of a checkpoint.
+
+        Args:
+            state: The state.
+            unloaded: What :meth:`state` returned before anything of the checkpoint was written to the dataset.
+        """
+        self._unloaded, self._after_first = unloaded, None
         self._dataset.load_state_dict(state)
 
-    def checked(self, begin: Callable[[], Iterator[Any]], *, may_be_empty: bool) -> Iterator[Any]:
+    def checked(
+        self, begin: Callable[[], Iterator[Any]], rewind: Callable[[], None], *, may_be_empty: bool
+    ) -> Iterator[Any]:
         """Return an iterator over a pass, from the right position.
 
         Args:
             begin: Begins a pass and returns its iterator.
+            rewind: Restores the random state and the attributes of the dataset with which the pass has begun. The state
+                is loaded afterwards, because ``load_state_dict`` may set the same attributes.
             may_be_empty: Whether the checkpoint may have been written after the last batch of the pass.
         """
         iterator = begin()
-        return iterator if self._unloaded is None else self._from_right_place(iterator, begin, may_be_empty)
+        return iterator if self._unloaded is None else self._from_right_place(iterator, begin, rewind, may_be_empty)
 
     def _from_right_place(
-        self, iterator: Iterator[Any], begin: Callable[[], Iterator[Any]], may_be_empty: bool
+        self,
+        iterator: Iterator[Any],
+        begin: Callable[[], Iterator[Any]],
+        rewind: Callable[[], None],
+        may_be_empty: bool,
     ) -> Iterator[Any]:
         first = list(islice(iterator, 1))
         after = tree_flatten(self._dataset.state_dict())
         resumes = self._after_first is None
         if (not first and not (resumes and may_be_empty)) or (not resumes and _same(after, self._after_first)):
             assert self._unloaded is not None
+            rewind()
             self._dataset.load_state_dict(pickle.loads(self._unloaded))
             self._unloaded = None
             iterator = begin()

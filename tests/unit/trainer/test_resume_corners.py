@@ -12,6 +12,9 @@ from pytorch_lightning.trainer.states import TrainerStatus
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from resume_job import ENDS, assert_resumable, fit, shuffled
 from resume_parts import (
+    Counting,
+    CountingInside,
+    CountsWhereLoaded,
     Draws,
     RestartsWhereLoaded,
     Rows,
@@ -221,9 +224,15 @@ def test_the_state_of_processes_that_have_ended() -> None:
     assert _of_every_process(trainer, {"loaders": None}) == [{"loaders": None}] * 2
 
 
-@pytest.mark.parametrize("data", [RestartsWhereLoaded, StateForAnother])
+@pytest.mark.parametrize("data", [RestartsWhereLoaded, CountsWhereLoaded, StateForAnother])
 def test_streams_of_other_libraries(data: Any, tmp_path: Path) -> None:
     assert_resumable(tmp_path, lambda: DataLoader(data(10), batch_size=4), ENDS)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("data", [Counting, CountingInside])
+def test_a_stream_that_counts(data: Any, num_workers: int, tmp_path: Path) -> None:
+    assert_resumable(tmp_path, lambda: DataLoader(data(10), batch_size=4, num_workers=num_workers), ENDS)
 
 
 def test_a_stream_that_has_nothing_after_it_was_loaded(tmp_path: Path) -> None:
