@@ -133,7 +133,7 @@ def writing_shards(checkpoint: Mapping[str, Any], path: Path, late: LateTensors 
 
     Args:
         checkpoint: The checkpoint. Only shapes and dtypes of the tensors in its sharded entries are used.
-        path: The directory of the checkpoint. A file or another checkpoint there is replaced.
+        path: The directory of the checkpoint. A file, a symbolic link or another checkpoint there is replaced.
         late: Reads the values of tensors of other processes in the entries that are not sharded.
 
     Raises:
@@ -158,11 +158,15 @@ def writing_shards(checkpoint: Mapping[str, Any], path: Path, late: LateTensors 
 
 @contextmanager
 def _directory_of(path: Path) -> Iterator[Path]:
-    """Yield the directory of an existing sharded checkpoint, or a new one that is renamed to ``path`` at the end."""
-    if is_sharded(path):
+    """Yield the directory of an existing sharded checkpoint, or a new one that is renamed to ``path`` at the end.
+
+    A symbolic link is replaced, as ``os.replace`` does, and the checkpoint that it points to remains.
+    """
+    is_link = path.is_symlink()
+    if is_sharded(path) and not is_link:
         yield path
         return
-    if path.is_dir() and any(path.iterdir()):
+    if path.is_dir() and not is_link and any(path.iterdir()):
         raise IsADirectoryError(
             f"{path} is a directory that is not a sharded checkpoint, and would be replaced by one. Save under a name "
             "of its own"

@@ -143,6 +143,70 @@ class RestartsWhereLoaded(IterableDataset):
         self.begins = dict(state)
 
 
+class CountsWhereLoaded(RestartsWhereLoaded):
+    """The same with plain numbers."""
+
+    def __init__(self, number: int) -> None:
+        self.rows, self.begin, self.place = Rows(number), 0, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.place = self.begin
+        while self.place < len(self.rows):
+            self.place += 1
+            yield self.rows[self.place - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.begin = state["place"]
+
+
+class Counting(IterableDataset):
+    """Begins every pass at its start, except for the pass after a state has been loaded."""
+
+    def __init__(self, number: int) -> None:
+        self.rows, self.place, self.is_loaded = Rows(number), 0, False
+
+    def __iter__(self) -> Iterator[Any]:
+        self.place = self.place if self.is_loaded else 0
+        self.is_loaded = False
+        while self.place < len(self.rows):
+            self.place += 1
+            yield self.rows[self.place - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place, self.is_loaded = state["place"], True
+
+
+class Inside:
+    """Keeps its numbers in a dict, so that only ``load_state_dict`` sets them."""
+
+    inside: dict[str, Any]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, int):
+            vars(self).setdefault("inside", {})[name] = value
+        else:
+            super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in vars(self).get("inside", {}):
+            raise AttributeError(name)
+        return self.inside[name]
+
+
+class CountingInside(Inside, Counting):
+    pass
+
+
+class StatefulStreamInside(Inside, StatefulStream):
+    pass
+
+
 class StateForAnother(Stream):
     """Its state is for a loader of its own."""
 

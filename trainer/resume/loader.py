@@ -47,6 +47,7 @@ class TrackedLoader(Iterator[Any]):
     * A ``DataLoader`` over a map-style dataset draws its order again and leaves out the indices of batches that have
       been trained on, so no sample is read twice.
     * An ``IterableDataset`` with ``state_dict``, read without workers, gets the state that it had after those batches.
+      After the end of an epoch, it gets that state if it goes on there in the next epoch.
     * Lightning loads the state of a loader with ``state_dict``.
     * Any other loader is read again from the start of the epoch, and the batches trained on are dropped.
     """
@@ -60,7 +61,7 @@ class TrackedLoader(Iterator[Any]):
         self._shift = 0  # the role of worker 0
         self._reports: dict[int, Any] = {}  # by role: the random state after the last yielded batch
         self._iterator: Iterator[Any] = iter(())
-        self._num_yielded = 0
+        self._num_yielded, self._has_ended = 0, False
         self._saved: dict[str, Any] | None = None
         self._how = Resumption(in_mid_epoch=False, num_processes_before=1, num_processes=1, rank=0)
         self._shared_order: dict[str, Any] | None = None  # of a pass that began with another number of processes
@@ -70,7 +71,7 @@ class TrackedLoader(Iterator[Any]):
 
     def __iter__(self) -> "TrackedLoader":
         saved, self._saved = self._saved, None
-        self._num_yielded, self._shared_order = 0, None
+        self._num_yielded, self._has_ended, self._shared_order = 0, False, None
         if saved is None:
             self._begin(resumed=False)
         elif self._how.in_mid_epoch:
@@ -81,7 +82,11 @@ class TrackedLoader(Iterator[Any]):
         return self
 
     def __next__(self) -> Any:
-        data = next(self._iterator)
+        try:
+            data = next(self._iterator)
+        except StopIteration:
+            self._has_ended = True
+            raise
         if self._num_workers:
             data, report = data
             if report:
@@ -97,7 +102,7 @@ class TrackedLoader(Iterator[Any]):
             "reports": dict(self._reports),
         }
         if self._dataset is not None:
-            position["dataset"] = self._dataset.state()
+            position["dataset"] = self._dataset.state(), self._dataset.goes_on, self._has_ended
         return position
 
     def to_save(self, position: dict[str, Any]) -> dict[str, Any]:
@@ -115,7 +120,11 @@ class TrackedLoader(Iterator[Any]):
         }
         if self._by_index and self._shared_order is None:
             saved["order"] = describe_order(self.loader, position["random_states"]["first"], self._source.owners)
-        return saved | ({"dataset": pickle.loads(position["dataset"])} if "dataset" in position else {})
+        if "dataset" in position:
+            state, goes_on, has_ended = position["dataset"]
+            is_whole = has_ended or position["num_yielded"] == _num_in(self.loader)
+            saved["dataset"] = {"state": pickle.loads(state), "goes_on": goes_on, "is_whole": is_whole}
+        return saved
 
     def resume(self, saved: dict[str, Any], how: Resumption) -> None:
         """Make the next pass the one that was saved, or the one after it.
@@ -139,10 +148,14 @@ class TrackedLoader(Iterator[Any]):
             saved["is_shared"] |= changed and saved["order"] is not None
             self._check(saved, how)
             return
-        self._source.set_state_of_owners(saved["owners"])
         self._reports = dict(enumerate(saved["workers"]))
-        if self._dataset is not None and "dataset" in saved:
-            self._dataset.load(saved["dataset"])
+        if self._dataset is None or "dataset" not in saved:
+            self._source.set_state_of_owners(saved["owners"])
+            return
+        unloaded, dataset = self._dataset.state(), saved["dataset"]
+        self._source.set_state_of_owners(saved["owners"])
+        self._dataset.goes_on = dataset["goes_on"]
+        self._dataset.load_after_pass(dataset["state"], unloaded, is_whole=dataset["is_whole"])
 
     def release(self) -> None:
         """Drop the iterators of the current pass, which ends its worker processes."""
@@ -175,7 +188,8 @@ class TrackedLoader(Iterator[Any]):
         if isinstance(self.loader, Stateful):
             self._begin(resumed=True)
         elif self._dataset is not None and "dataset" in saved:
-            self._dataset.load(saved["dataset"])
+            self._dataset.goes_on = saved["dataset"]["goes_on"]
+            self._dataset.load(saved["dataset"]["state"], self._dataset.state())
             self._begin(resumed=True)
         else:
             if saved["is_shared"]:
@@ -196,13 +210,14 @@ class TrackedLoader(Iterator[Any]):
         assert self._dataset is not None
 
         def begin() -> Iterator[Any]:
-            if self._source.random_states["begun"]:  # begin again with the same order
-                self._source.set_state(self._source.random_states["begun"][0])
-                self._source.prepare()
             iter(self._source)
             return map(next, repeat(self._source))  # calling iter on it again would begin another pass
 
-        return self._dataset.checked(begin, may_be_empty=resumed and self._how.in_mid_epoch)
+        def rewind() -> None:
+            self._source.set_state(self._source.record["begun"][0])
+            self._source.prepare()
+
+        return self._dataset.checked(begin, rewind, may_be_empty=resumed and self._how.in_mid_epoch)
 
     def _iterator_over_indices(self) -> Iterator[Any]:
         """Return the DataLoader's iterator, with indices from the source and workers that report random states."""

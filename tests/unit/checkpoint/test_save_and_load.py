@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 
 from strategies.checkpoint import save_and_load
+from strategies.checkpoint.atomic import remove
 from strategies.checkpoint.consolidate import main
 from strategies.lightning.checkpoints import AtomicCheckpointIO
 
@@ -69,6 +70,29 @@ def test_a_file_in_its_place(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError, match="other is a directory that is not a sharded checkpoint"):
         write(tmp_path / "other")
     assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "other"] and os.listdir(tmp_path / "other") == ["thesis.txt"]
+
+
+def test_a_link_is_replaced_and_not_what_it_points_to(tmp_path: Path) -> None:
+    """``ModelCheckpoint(save_last="link")`` makes such links."""
+    old, link, folder, other = (tmp_path / name for name in ("old.ckpt", "last.ckpt", "folder", "other.ckpt"))
+    written = write(old)
+    folder.mkdir()
+    (folder / "thesis.txt").touch()
+    for target in (old, folder, tmp_path / "gone"):
+        for save in (write, lambda path: AtomicCheckpointIO().save_checkpoint({"a": 1}, path)):
+            link.symlink_to(target.name)
+            save(link)
+            assert not link.is_symlink() and link.is_dir() == (save is write)
+            link.rename(other)
+            remove(other)
+    AtomicCheckpointIO().save_checkpoint({"a": 1}, other)
+    link.symlink_to(other.name)
+    write(link)
+    assert torch.load(other) == {"a": 1} and not link.is_symlink() and link.is_dir()
+    read, _ = save_and_load.load_sharded(old, weights_only=True)
+    alike(read, written, tolerance=0.0)
+    assert os.listdir(folder) == ["thesis.txt"]
+    assert sorted(os.listdir(tmp_path)) == ["folder", "last.ckpt", "old.ckpt", "other.ckpt"]
 
 
 @pytest.mark.parametrize("sharded", [False, True])

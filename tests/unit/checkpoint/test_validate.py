@@ -43,6 +43,8 @@ def test_a_state_that_fits() -> None:
     module, state = small(), small().state_dict()
     check_fit(module, state)
     check_fit(module, {"0.weight": state["0.weight"]}, strict=False)
+    with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight"):
+        check_fit(module, {"0.weight": torch.ones(3, 1)}, strict=False)
 
 
 def test_what_a_layer_knows_to_do_is_left_to_it() -> None:

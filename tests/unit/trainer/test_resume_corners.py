@@ -1,5 +1,6 @@
 """Resuming in the corners: steps asked for early, other samplers, errors, data of unusual kinds; in one process."""
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from pytorch_lightning.trainer.states import TrainerStatus
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from resume_job import ENDS, assert_resumable, fit, shuffled
 from resume_parts import (
+    Counting,
+    CountingInside,
+    CountsWhereLoaded,
     Draws,
     RestartsWhereLoaded,
     Rows,
@@ -19,6 +23,7 @@ from resume_parts import (
     StateForAnother,
     StatefulLoader,
     StatefulStream,
+    StatefulStreamInside,
     Stream,
 )
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
@@ -221,9 +226,71 @@ def test_the_state_of_processes_that_have_ended() -> None:
     assert _of_every_process(trainer, {"loaders": None}) == [{"loaders": None}] * 2
 
 
-@pytest.mark.parametrize("data", [RestartsWhereLoaded, StateForAnother])
+@pytest.mark.parametrize("data", [RestartsWhereLoaded, CountsWhereLoaded, StateForAnother])
 def test_streams_of_other_libraries(data: Any, tmp_path: Path) -> None:
     assert_resumable(tmp_path, lambda: DataLoader(data(10), batch_size=4), ENDS)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("data", [Counting, CountingInside])
+def test_a_stream_that_counts(data: Any, num_workers: int, tmp_path: Path) -> None:
+    assert_resumable(tmp_path, lambda: DataLoader(data(10), batch_size=4, num_workers=num_workers), ENDS)
+
+
+SECOND_PASS = [("on_train_batch_end", 4), ("on_train_epoch_start", 3), ("on_train_epoch_end", 2)]
+FIRST_PASS = [("on_train_batch_end", 2), ("on_train_epoch_start", 2), ("on_train_epoch_end", 1)]
+"""With two batches an epoch: after its last batch, and after it."""
+
+
+@pytest.mark.parametrize(
+    "data", [Counting, CountingInside, RestartsWhereLoaded, CountsWhereLoaded, StatefulStream, StatefulStreamInside]
+)
+def test_the_pass_after_one_that_ended_early(data: Any, tmp_path: Path) -> None:
+    def loaders() -> Any:
+        return DataLoader(data(26), batch_size=4)
+
+    places = [("on_train_batch_end", 3), *SECOND_PASS]
+    places += FIRST_PASS if data is not StatefulStreamInside else []
+    assert_resumable(tmp_path, loaders, places, limit_train_batches=2)
+
+
+class CountingSized(CountingInside):
+    """Has a length, so Lightning does not ask for one batch more than there are."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+class StatefulStreamSized(StatefulStreamInside):
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Any:
+        if self.place == len(self.rows):
+            self.epoch, self.place = self.epoch + 1, 0
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("data", [CountingSized, StatefulStreamSized])
+def test_the_pass_after_a_whole_one_of_known_length(data: Any, tmp_path: Path) -> None:
+    assert_resumable(tmp_path, lambda: DataLoader(data(8), batch_size=4), [*FIRST_PASS, *SECOND_PASS])
+
+
+@pytest.mark.parametrize("data", [CountingInside, StatefulStreamInside])
+def test_a_first_pass_that_ended_early_does_not_tell_where_the_next_one_begins(data: Any, tmp_path: Path) -> None:
+    def loaders() -> Any:
+        return DataLoader(data(26), batch_size=4)
+
+    saves = resume_job.Saves(tmp_path, [("on_train_epoch_end", 1), ("on_train_epoch_end", 2)])
+    whole, _ = fit(loaders, seed=3, limit_train_batches=2, callbacks=[saves])
+    after_first, after_second = saves.before
+    with pytest.warns(UserWarning, match=f"did not read all samples of {data.__name__}, and it is not known"):
+        rest, _ = fit(loaders, seed=5, limit_train_batches=2, checkpoint=after_first)
+    assert [step[2] for step in rest.seen[:2]] == [step[2] for step in whole.seen[:2]]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(loaders, seed=5, limit_train_batches=2, checkpoint=after_second)
+    assert not any("did not read all samples" in str(warning.message) for warning in caught)
 
 
 def test_a_stream_that_has_nothing_after_it_was_loaded(tmp_path: Path) -> None:
