@@ -103,6 +103,11 @@ def as_subclass(tensor: Tensor, kind: type[Tensor]) -> Tensor:
     return Tensor._make_subclass(kind, tensor)
 
 
+def indices_of_sparse(tensor: Tensor) -> Tensor:
+    """Return the indices of a sparse COO tensor, which need not be coalesced."""
+    return tensor._indices()
+
+
 def values_of_sparse(tensor: Tensor) -> Tensor:
     """Return the values of a sparse COO tensor, which need not be coalesced."""
     return tensor._values()

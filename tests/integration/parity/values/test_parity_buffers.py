@@ -2,13 +2,14 @@
 
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harness import run
-from parity import WIDTH, Small, compare, fit, on_cpus, one_device, small_layers
+from parity import WIDTH, Outcome, Small, alike, batches, compare, fit, on_cpus, one_device, small_layers
 from pytorch_lightning import Callback
 from torch import Tensor, nn
 
@@ -71,6 +72,45 @@ def unsigned_buffers() -> None:
         for name, buffer in buffers.items():
             assert buffer.dtype is expected[name].dtype and torch.equal(buffer, expected[name]), name
         compare(pipelined, single)
+
+
+class Graph(Small):
+    """Mixes the rows of its output by a sparse matrix, a buffer outside of the layers that stages hold."""
+
+    def __init__(self, layout: str) -> None:
+        super().__init__()
+        mixing = torch.eye(8) + torch.eye(8).roll(1, 0)
+        self.register_buffer("mixing", mixing.to_sparse() if layout == "coo" else mixing.to_sparse_csr())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mixing.to(x.dtype) @ super().forward(x)
+
+
+def sparse_buffers(layout: str) -> None:
+    def trained(strategy: Any, devices: int) -> Outcome:
+        outcome = fit(partial(Graph, layout), strategy, devices, train=partial(batches, [8] * 3), callbacks=[Saves()])
+        assert torch.equal(outcome.buffers.pop("mixing").to_dense(), Graph(layout).mixing.to_dense().double())
+        outcome.model = torch.load("saved.ckpt", weights_only=True)["state_dict"]
+        return outcome
+
+    single = trained(one_device(), 1)
+    pipelined = trained(RPCSequentialStrategy([3, 3], microbatches=1, async_save=True), 2)
+    compare(pipelined, single)
+    assert torch.equal(pipelined.model.pop("mixing").to_dense(), single.model.pop("mixing").to_dense())
+    alike(pipelined.model, single.model)
+
+
+class Saves(Callback):
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 4:
+            trainer.save_checkpoint("saved.ckpt")
+
+
+@on_cpus
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+def test_a_sparse_buffer_outside_of_the_stages(layout: str) -> None:
+    run(sparse_buffers, layout)
 
 
 @on_cpus
