@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from strategies.common.torch_compat import tree_leaves
@@ -26,7 +27,9 @@ def snapshot(checkpoint: dict[str, Any], private: Iterable[Tensor] = ()) -> dict
         if leaf.is_meta and (is_shelved(leaf) or not isinstance(leaf, RemoteParameter | RemoteBuffer)):
             # There are no values to copy, or the stage that holds them copies them.
             memo[id(leaf)] = leaf
-        elif not leaf.is_meta and (leaf.device.type != "cpu" or leaf.grad_fn is not None):
+        elif not leaf.is_meta and (
+            leaf.device.type != "cpu" or leaf.grad_fn is not None or leaf.layout is not torch.strided
+        ):
             memo[id(leaf)] = leaf.detach().to("cpu", copy=True)
     return copy.deepcopy(checkpoint, memo)
 

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from strategies.checkpoint import streaming
 from strategies.checkpoint.atomic import new_directory, remove, replacing, sync_directory
 from strategies.checkpoint.streaming import LateTensors
-from strategies.common.trees import flat, with_tensors
+from strategies.common.trees import flat, special_layout, with_tensors
 
 STATE_DICT_TYPES = ("full", "sharded")
 """The formats of a checkpoint, named as in Lightning's ``FSDPStrategy``."""
@@ -59,6 +59,20 @@ def is_sharded(path: Path) -> bool:
 def sharded_tensors(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the tensors of ``checkpoint`` that belong in shards, keyed by flattened path."""
     return flat({key: checkpoint[key] for key in SHARDED_KEYS if key in checkpoint})
+
+
+def check_can_be_sharded(checkpoint: Mapping[str, Any]) -> None:
+    """Check that shards can hold the tensors of a checkpoint.
+
+    Raises:
+        ValueError: If one is sparse, quantized or nested.
+    """
+    for name, tensor in sharded_tensors(checkpoint).items():
+        if layout := special_layout(tensor):
+            raise ValueError(
+                f"{name} is a {layout} tensor, which a sharded checkpoint cannot hold; use "
+                'state_dict_type="full", or persistent=False if the model makes the buffer anew'
+            )
 
 
 def without_values(checkpoint: Mapping[str, Any]) -> dict[str, Any]:

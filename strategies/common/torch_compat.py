@@ -103,6 +103,11 @@ def as_subclass(tensor: Tensor, kind: type[Tensor]) -> Tensor:
     return Tensor._make_subclass(kind, tensor)
 
 
+def indices_of_sparse(tensor: Tensor) -> Tensor:
+    """Return the indices of a sparse COO tensor, which need not be coalesced."""
+    return tensor._indices()
+
+
 def values_of_sparse(tensor: Tensor) -> Tensor:
     """Return the values of a sparse COO tensor, which need not be coalesced."""
     return tensor._values()
@@ -126,18 +131,33 @@ STORAGES = torch.storage.TypedStorage, torch.UntypedStorage
 
 def storage_of(
     pickled: torch.storage.TypedStorage | torch.UntypedStorage,
-) -> tuple[torch.UntypedStorage, torch.dtype | None]:
-    """Return the storage of an object that represents it in a pickle, and its dtype if the object has one."""
+) -> tuple[torch.UntypedStorage, torch.dtype]:
+    """Return the storage of an object that represents it in a pickle, and its dtype, ``uint8`` if it has none.
+
+    torch pickles tensors of the dtypes that it has had since 2.1, such as ``uint16`` and ``float8_e4m3fn``, with an
+    ``UntypedStorage``.
+    """
     if isinstance(pickled, torch.UntypedStorage):
-        return pickled, None
+        return pickled, torch.uint8
     return pickled._untyped_storage, pickled.dtype
 
 
-def storage_for_pickle(storage: torch.UntypedStorage, dtype: torch.dtype | None) -> Any:
-    """Return the object that represents a storage when a tensor is unpickled; the inverse of :func:`storage_of`."""
-    if dtype is None:
-        return storage
+def storage_for_pickle(storage: torch.UntypedStorage, dtype: torch.dtype) -> Any:
+    """Return the object that represents a storage when a tensor of any dtype is unpickled.
+
+    It is a ``TypedStorage`` even if the tensor was pickled with an ``UntypedStorage``, as in ``torch.load``: torch
+    makes no tensor of an ``UntypedStorage``.
+    """
     return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+def reduced_storage(storage: torch.UntypedStorage) -> tuple[Any, ...]:
+    """Return the reduced form of a storage for a ``dispatch_table``; torch's own form cannot be unpickled."""
+    return _itself, (storage_for_pickle(*storage_of(storage)),)
+
+
+def _itself(pickled: Any) -> Any:
+    return pickled
 
 
 without_torch_function = torch._C.DisableTorchFunctionSubclass

@@ -16,6 +16,13 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
+def special_layout(tensor: Tensor) -> str:
+    """Return the layout of a sparse, quantized or nested tensor, in words; an empty string for all other tensors."""
+    if tensor.is_quantized or tensor.is_nested:
+        return "quantized" if tensor.is_quantized else "nested"
+    return "" if tensor.layout is torch.strided else f"{tensor.layout}".removeprefix("torch.")
+
+
 def flat(tree: Any, prefix: str = "") -> dict[str, Tensor]:
     """Return the tensors in a nested structure, keyed by flattened path, such as ``states.0.exp_avg``."""
     leaves, _ = tree_flatten_with_path(tree)

@@ -10,6 +10,7 @@ notebooks that must run in one process.
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -148,18 +149,10 @@ class DataParallelStrategy(StrategyPlugin, ParallelStrategy):
             ran if isinstance(ran, list) else [ran]
         )  # a small batch may have rows for one device only
         rows = [part.rows for part in parts]
+        for part in parts:
+            _check_logged(part.logged, parts[0].logged)
         for logged in zip(*(part.logged for part in parts), strict=True):
             (label, _, options), *_ = logged
-            if len(labels := {own for own, _, _ in logged}) > 1:
-                raise ValueError(
-                    f"the replicas of strategy='dp' logged values under different names, {sorted(labels)}; log the "
-                    "same names in the same order for any rows, or use strategy='ddp'"
-                )
-            if options.get("reduce_fx", "mean") != "mean":
-                raise ValueError(
-                    f"strategy='dp' logs means over the rows of a batch, got reduce_fx={options['reduce_fx']!r} for "
-                    f"{label!r}; use strategy='ddp'"
-                )
             if options.get("batch_size") is not None:
                 options = {**options, "batch_size": sum(own["batch_size"] for _, _, own in logged)}
             value = merged([value for _, value, _ in logged], rows, self.root_device)
@@ -175,18 +168,22 @@ class DataParallelStrategy(StrategyPlugin, ParallelStrategy):
         return tensor
 
 
+LogCall = tuple[str, Any, dict[str, Any]]
+"""Name, value and options of a call of ``log``."""
+
+
 @dataclass
 class ReplicaResult:
     """The result of a step on one replica.
 
     Attributes:
         rows: Number of rows of the replica's share of the batch.
-        logged: Name, value and options of each call of ``log``.
+        logged: Each call of ``log``.
         output: What the step returned.
     """
 
     rows: int
-    logged: list[tuple[str, Any, dict[str, Any]]]
+    logged: list[LogCall]
     output: Any
 
 
@@ -205,7 +202,7 @@ class _StepModule(nn.Module):
                 "tensors, and tuples, lists and dicts of them. Use strategy='ddp'."
             )
         device = tensors[0].device
-        logged: list[tuple[str, Any, dict[str, Any]]] = []
+        logged: list[LogCall] = []
         set_device(self.model, device)
         # DataParallel calls this on a new thread, which starts with autocast's defaults.
         with ExitStack() as ending, torch.autocast(device.type, dtype=autocast[1], enabled=autocast[0]):
@@ -256,6 +253,29 @@ def merged(values: Sequence[Any], rows: Sequence[int], device: torch.device) -> 
         return first
 
     return tree_unflatten([merge(leaves) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)], specs[0])
+
+
+def _check_logged(logged: Sequence[LogCall], first: Sequence[LogCall]) -> None:
+    """Check that a replica has logged under the names and with the options of the first replica, and means."""
+    for labels in zip_longest(*([label for label, _, _ in own] for own in (logged, first))):
+        if labels[0] != labels[1]:
+            raise ValueError(
+                "the replicas of strategy='dp' logged values under different names, "
+                f"{sorted(filter(None, labels))}{' or none' * (None in labels)}; log the same names in the same order "
+                "for any rows, or use strategy='ddp'"
+            )
+    for (label, _, options), (_, _, others) in zip(logged, first, strict=True):
+        if options.get("reduce_fx", "mean") != "mean":
+            raise ValueError(
+                f"strategy='dp' logs means over the rows of a batch, got reduce_fx={options['reduce_fx']!r} for "
+                f"{label!r}; use strategy='ddp'"
+            )
+        own, other = ({**given, "batch_size": given.get("batch_size") is not None} for given in (options, others))
+        if different := sorted(name for name in {*own, *other} if own.get(name) != other.get(name)):
+            raise ValueError(
+                f"the replicas of strategy='dp' logged {label!r} with different options, {', '.join(different)}; give "
+                "the same for any rows, or use strategy='ddp'"
+            )
 
 
 def _check(model: pl.LightningModule) -> None:

@@ -29,7 +29,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from strategies.checkpoint.background import BackgroundWriter, Writer, snapshot
-from strategies.checkpoint.save_and_load import is_sharded, load_sharded, local_path, save_sharded
+from strategies.checkpoint.save_and_load import check_can_be_sharded, is_sharded, load_sharded, local_path, save_sharded
 from strategies.checkpoint.validate import check_fit
 from strategies.launch.host_links import HostLinks
 from strategies.launch.process_ends import await_gloo_at_exit
@@ -204,6 +204,7 @@ class StrategyPlugin(Strategy):
                 raise ValueError(
                     f'state_dict_type="sharded" writes to directories of this machine only, got {filepath}.'
                 )
+            check_can_be_sharded(checkpoint)
             self._save_sharded(checkpoint, path)
         elif not self._writer.in_background:
             super().save_checkpoint(checkpoint, filepath, storage_options)

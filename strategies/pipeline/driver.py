@@ -74,7 +74,7 @@ from strategies.pipeline.state.remote_operations import Holder
 from strategies.pipeline.state.returning import PartOfModule, bring_back
 from strategies.pipeline.state.snapshots import check_snapshots
 from strategies.pipeline.state.stage_state import StageState
-from strategies.pipeline.state.stand_ins import move_to_meta, refuse_lost_values, without_layers
+from strategies.pipeline.state.stand_ins import check_layouts, move_to_meta, refuse_lost_values, without_layers
 from strategies.pipeline.state.state_dict import StateOfStages
 from strategies.pipeline.transport.channel import ORDERS_TAG, Sender
 from strategies.pipeline.transport.device import num_links, routes_of
@@ -811,6 +811,7 @@ class Pipeline(NotCopyable):
 
     def _packed(self, i: int, owned: Sequence[nn.Parameter]) -> Parcel:
         layers, copies = self.stages[i], [stages[i] for _, stages in self._copies]
+        check_layouts(layers)
         state = StageState.capture(layers, owned, self.optimizers.optimizers, copies)
         return pickled(state, layers, self._model, self._construction)
 

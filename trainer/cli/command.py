@@ -15,6 +15,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
+from jsonargparse import Namespace
 from omegaconf.errors import OmegaConfBaseException
 
 from strategies.common.names import PLUGINS
@@ -82,7 +83,10 @@ class _CLI(LightningCLI):
         try:
             # LightningCLI's method warns about arguments that a caller passes.
             self.config = parser.parse_args(_spell_out_strategy(self._args))
-            strategy = self.config[self.config.subcommand].trainer.strategy
+            trainer = self.config[self.config.subcommand].trainer
+            if not isinstance(trainer, Namespace):
+                raise ValueError(f"trainer: expected the arguments of the Trainer, got {trainer}")
+            strategy = trainer.strategy
             if isinstance(strategy, str):
                 with suppress(ImportError):  # it may be a class path, which jsonargparse leaves alone here
                     longest_import(strategy)
@@ -130,6 +134,10 @@ class _CLI(LightningCLI):
             if path is None or is_after_set_up(refused):  # the user's code has read another file
                 raise
             end_with(refused, not_weights_only(path, refused))
+        except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+            if not is_refused_in_set_up(error, file=self.config[subcommand].get("ckpt_path")):
+                raise
+            end_with(error, f"ckpt_path: {error.strerror}: {error.filename}" if error.filename else "")
         except (MisconfigurationException, ValueError, TypeError) as mistake:
             if not is_refused_in_set_up(mistake):
                 raise

@@ -4,8 +4,8 @@ Whether an error is such a mistake depends on who has raised it, and when:
 
 - while strategy, model, data and Trainer are built: a :class:`MisconfigurationException` or a ``ValueError`` of any
   code, and a ``TypeError`` of Relay's or Lightning's;
-- while the run is set up: a :class:`MisconfigurationException`, and a ``ValueError`` or ``TypeError`` of Relay's or
-  Lightning's code;
+- while the run is set up: a :class:`MisconfigurationException`, a ``ValueError``, ``TypeError`` or missing file of
+  Relay's or Lightning's code, and a checkpoint that cannot be opened;
 - after that, none: these errors keep their traceback.
 """
 
@@ -52,9 +52,18 @@ def is_after_set_up(mistake: BaseException) -> bool:
     return (run_stage.__module__, run_stage.__name__) in [frame[:2] for frame in _frames(mistake)]
 
 
-def is_refused_in_set_up(error: Exception) -> bool:
-    """Return whether Relay or Lightning refused a setting before the loops began to run."""
-    return not is_after_set_up(error) and (isinstance(error, MisconfigurationException) or _is_ours(error))
+def is_refused_in_set_up(error: Exception, file: str | None = None) -> bool:
+    """Return whether Relay or Lightning refused a setting before the loops began to run.
+
+    Args:
+        error: The error.
+        file: A file that a setting names. An error of any code that names this file counts too.
+    """
+    failed = error.filename if isinstance(error, OSError) else None
+    names_file = None not in (file, failed) and os.path.realpath(str(file)) == os.path.realpath(str(failed))
+    return not is_after_set_up(error) and (
+        isinstance(error, MisconfigurationException) or _is_ours(error) or names_file
+    )
 
 
 def end_with(mistake: Exception, told: str = "") -> NoReturn:

@@ -7,9 +7,17 @@ from argparse import SUPPRESS
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from strategies.common.names import did_you_mean
 from strategies.lightning.compat import type_of_argument
 from trainer.cli.lightning_cli import LightningArgumentParser
-from trainer.cli.parser_messages import classes_in, condense, of_other_package, unknown_class, unknown_key
+from trainer.cli.parser_messages import (
+    OF_CLASS_PATH,
+    classes_in,
+    condense,
+    of_other_package,
+    unknown_class,
+    unknown_key,
+)
 
 _UNRECOGNIZED = "unrecognized arguments: "
 _NO_MODEL = re.compile(r"the following arguments are required: \w+\.model")
@@ -89,7 +97,10 @@ class Parser(LightningArgumentParser):
         parser = getattr(ex, "subcommand_parser", self)
         if found := _NOT_ACCEPTED.match(message):
             key = ".".join(filter(None, (found["group"], found["key"])))
-            return self._of_class(unknown_key(key, parser._keys()))
+            valid = parser._keys()
+            if self._described is not None and did_you_mean(key.partition(".")[0], OF_CLASS_PATH, or_list=False):
+                valid |= set(OF_CLASS_PATH)  # jsonargparse takes a dict without these keys for arguments of the class
+            return self._of_class(unknown_key(key, valid))
         typehint = self._typehint_at(message)
         line = condense(message, typehint)
         if _NO_MODEL.fullmatch(line):

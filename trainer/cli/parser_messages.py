@@ -21,7 +21,7 @@ _CLASS = re.compile(r"<class '(?:[\w.]*\.)?(\w+)'>")
 _LITERAL = r"typing\.Literal\[(?P<literals>.*)\]"
 _EXPECTED_TYPE = re.compile(rf"Expected an? (?:{_CLASS.pattern}|{_LITERAL})(?:\. Got value: (?P<value>.*))?$")
 _FRAME = ("Does not validate against any of the Union subtypes", "Subtypes:", "Errors:", "Given value type:")
-_OF_CLASS_PATH = ["class_path", "init_args", "dict_kwargs"]
+OF_CLASS_PATH = ["class_path", "init_args", "dict_kwargs"]
 
 
 def unknown_key(key: str, valid: Iterable[str]) -> str:
@@ -93,7 +93,9 @@ def condense(message: str, typehint: Any = None) -> str:
     key, _, rest = message.partition(":") if message.startswith("Parser key ") else ("", "", message)
     lines = [line.strip().removeprefix("- ") for line in rest.splitlines()]
     value = next((line.removeprefix("Given value: ") for line in lines if line.startswith("Given value: ")), None)
-    if "Subclass types expect one of:" in lines and value is not None:
+    # With a key misspelt, jsonargparse takes the dict for arguments of the declared type, which may be abstract.
+    is_abstract = any(line.endswith(" is abstract") for line in lines)
+    if value is not None and ("Subclass types expect one of:" in lines or (is_abstract and _wrong_keys(value))):
         told = _not_a_class_path(value)
     else:
         told = _expected(lines, value, typehint)
@@ -141,14 +143,19 @@ def _type_names(typehint: Any) -> list[str]:
 
 
 def _not_a_class_path(value: str) -> str:
+    keys = _wrong_keys(value)
+    if not keys:
+        return f"expected class_path and init_args, got {value}"
+    return f"expected class_path and init_args, got {keys[0]!r}{did_you_mean(keys[0], OF_CLASS_PATH)}"
+
+
+def _wrong_keys(value: str) -> list[str]:
+    """Return the keys of a value, as jsonargparse quotes it, that a dict with a class path does not have."""
     try:
         given = ast.literal_eval(value)
     except (ValueError, SyntaxError):
-        given = value
-    keys = [key for key in given if key not in _OF_CLASS_PATH] if isinstance(given, dict) else []
-    if not keys:
-        return f"expected class_path and init_args, got {value}"
-    return f"expected class_path and init_args, got {keys[0]!r}{did_you_mean(keys[0], _OF_CLASS_PATH)}"
+        return []
+    return [key for key in given if key not in OF_CLASS_PATH] if isinstance(given, dict) else []
 
 
 def _subclasses(base: type) -> Iterator[type]:

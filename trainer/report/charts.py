@@ -17,6 +17,7 @@ NUM_COLOURS = 8
 
 _WIDTH, _HEIGHT, _RIGHT, _TOP, _BOTTOM = 500.0, 240.0, 12.0, 10.0, 40.0
 _BAR, _NAME = 34.0, 80.0
+_LARGEST, _SMALLEST = 1e300, 1e-300
 _PER_CHARACTER = 8.8
 """About the width of a character in pixels, on a narrow page, where the text is larger."""
 
@@ -104,10 +105,23 @@ def runs_of(curve: Curve) -> list[Curve]:
     return [run for run in runs if run]
 
 
+def drawn_at(value: float) -> float:
+    """Return the place of a finite number on an axis. Sums and differences of such places are finite."""
+    return max(-_LARGEST, min(value, _LARGEST))
+
+
+def are_equal(low: float, high: float) -> bool:
+    """Return whether the difference of the ends of an axis is due to rounding, and too small to be divided."""
+    return high - low <= max(_SMALLEST, 1e-12 * max(abs(low), abs(high)))
+
+
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
     """Return round numbers from at most ``low`` to at least ``high``."""
-    if high <= low:
-        low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
+    low, high = drawn_at(low), drawn_at(high)
+    if are_equal(low, high):
+        size = max(abs(low), abs(high))
+        margin = size / 2 if size > _SMALLEST else 0.5
+        low, high = low - margin, high + margin
     rough = (high - low) / about
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * (1 - 1e-9))
@@ -138,15 +152,16 @@ def line_chart(
     levels = ticks(min(0.0, *values) if from_zero else min(values), max(values))
     level_labels = labels(levels)
     margin = max(58.0, 12 + _PER_CHARACTER * max(map(len, level_labels)))
-    left, right = min(steps), max(steps)
-    if right == left:
-        left, right = left - 1, right + 1
+    left, right = drawn_at(min(steps)), drawn_at(max(steps))
+    if are_equal(left, right):
+        beside = max(1.0, 1e-6 * abs(right))
+        left, right = left - beside, right + beside
 
     def x(step: float) -> float:
-        return margin + (width - margin - _RIGHT) * (step - left) / (right - left)
+        return margin + (width - margin - _RIGHT) * ((drawn_at(step) - left) / (right - left))
 
     def y(value: float) -> float:
-        return _TOP + (_HEIGHT - _TOP - _BOTTOM) * (levels[-1] - value) / (levels[-1] - levels[0])
+        return _TOP + (_HEIGHT - _TOP - _BOTTOM) * ((levels[-1] - drawn_at(value)) / (levels[-1] - levels[0]))
 
     bottom = _HEIGHT - _BOTTOM
     size, label = f"{width:.0f} {_HEIGHT:.0f}", escape(title)

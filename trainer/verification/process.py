@@ -24,6 +24,8 @@ import cloudpickle
 import torch
 from torch.nn.utils.parametrize import is_parametrized
 
+from strategies.common.torch_compat import reduced_storage
+
 _JOB, _PATHS, _BATCHES = "job.pickle", "paths.pickle", "batches.pickle"
 _RANDOM = "layers-are-random"
 """Is there if layers draw random numbers in one process."""
@@ -151,11 +153,16 @@ def write_job(folder: Path, job: VerifiedJob) -> None:
 
 
 class _ModulePickler(cloudpickle.Pickler):
-    """Pickles modules with parametrized tensors too, which torch refuses because their class is made at run time."""
+    """Also pickles modules with parametrized tensors, whose class is made at run time, and storages.
+
+    torch pickles tensors of some dtypes, such as ``uint16``, with a storage that it cannot unpickle.
+    """
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.nn.Module) and is_parametrized(obj):
             return object.__new__, (type(obj),), vars(obj)
+        if isinstance(obj, torch.UntypedStorage):
+            return reduced_storage(obj)
         return super().reducer_override(obj)
 
 

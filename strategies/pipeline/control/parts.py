@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies.common.torch_compat import tree_map_only
-from strategies.common.trees import flat
+from strategies.common.trees import flat, special_layout
 
 
 class PartKind(Enum):
@@ -86,6 +86,6 @@ def _without_gaps(tensor: Tensor) -> Tensor:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
+    if special_layout(tensor) or tensor.is_meta:
         return False
     return type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and not (tensor.is_conj() or tensor.is_neg())

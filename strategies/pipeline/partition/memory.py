@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from strategies.common.stage_layers import StageLayers, describe
+from strategies.common.torch_compat import indices_of_sparse, values_of_sparse
 from strategies.common.trees import tensors_in
 from strategies.launch.limits import limits_of_process, room_on_host
 from strategies.optim.costs import state_bytes
@@ -208,11 +209,23 @@ def smallest_number(costs: Sequence[int], limit: int, *, last: int = 0) -> list[
     return None
 
 
+_ROWS = Tensor.crow_indices, Tensor.col_indices, Tensor.values
+_COLUMNS = Tensor.ccol_indices, Tensor.row_indices, Tensor.values
+_SPARSE_PARTS = {
+    torch.sparse_coo: (indices_of_sparse, values_of_sparse),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), _ROWS),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), _COLUMNS),
+}
+"""The functions that return the dense tensors of a sparse tensor, by layout."""
+
+
 def nbytes_of(tensor: Tensor) -> int:
-    """Return the bytes of a tensor on any device. For a tensor made of other tensors (quantized), add up its parts."""
+    """Return the bytes of a tensor on any device. For a tensor made of other tensors, add up its parts."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         return sum(nbytes_of(getattr(tensor, name)) for name in names)
+    if parts := _SPARSE_PARTS.get(tensor.layout):
+        return sum(part(tensor).nbytes for part in parts)
     return tensor.nbytes
 
 

@@ -47,7 +47,7 @@ from strategies.pipeline.stage.passes import Pass
 from strategies.pipeline.stage.stage import Chunk, DriverCode, Stage, chunks_of
 from strategies.pipeline.state.carriers import Carrier, Shipped, pickled
 from strategies.pipeline.state.stage_state import StageState
-from strategies.pipeline.state.stand_ins import move_to_meta
+from strategies.pipeline.state.stand_ins import check_layouts, move_to_meta
 from strategies.pipeline.state.state_dict import StateOfStages
 from strategies.pipeline.transport.rpc import Inbox, RpcTransport
 from strategies.pipeline.worker.hosted import HostedStage, taken
@@ -281,5 +281,6 @@ def _close(hosts: Sequence[Any]) -> None:
 
 
 def _shipped(layers: StageLayers) -> Shipped:
+    check_layouts(layers)
     state = StageState.capture(layers, list(layers.parameters()))
     return Shipped(pickled(state, layers, None, small_bytes=sys.maxsize).blob)

@@ -29,6 +29,7 @@ from strategies.common.torch_compat import (
     compiled_call,
     gradient_hooks,
     number_of_storage,
+    reduced_storage,
     storage_for_pickle,
     storage_of,
 )
@@ -210,7 +211,11 @@ class _StagePickler(cloudpickle.Pickler):
 
     def __init__(self, file: io.BytesIO, forbidden: Any, construction: Construction | None, small_bytes: int) -> None:
         # one dict, because a chain of dicts would take a fifth of the time of a snapshot
-        self.dispatch_table = {**cloudpickle.Pickler.dispatch_table, CodeType: _reduced_code}
+        self.dispatch_table = {
+            **cloudpickle.Pickler.dispatch_table,
+            CodeType: _reduced_code,
+            UntypedStorage: reduced_storage,
+        }
         super().__init__(file)
         self._forbidden, self._construction, self._small_bytes = forbidden, construction, small_bytes
         self.storages: dict[int, UntypedStorage] = {}

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from strategies.common.joined_lists import JoinedLists
 from strategies.common.torch_compat import without_torch_function
+from strategies.common.trees import special_layout
 from strategies.pipeline.control.client import RemoteStage
 from strategies.pipeline.state.remote_tensor import (
     RemoteBuffer,
@@ -59,6 +60,22 @@ def without_meta_tensors(model: nn.Module) -> Iterator[None]:
             before.update(tensors)
             tensors.clear()
             tensors.update(before)
+
+
+def check_layouts(layers: nn.Module) -> None:
+    """Check that each tensor of layers that another process will hold can have a stand-in.
+
+    Raises:
+        ValueError: If a parameter or buffer is sparse, quantized or nested.
+    """
+    kinds = {"parameter": layers.named_parameters(), "buffer": layers.named_buffers()}
+    for kind, name, tensor in ((kind, *named) for kind, tensors in kinds.items() for named in tensors):
+        if layout := special_layout(tensor):
+            raise ValueError(
+                f"{kind} {name} of the pipelined module is a {layout} tensor, which cannot be sent to another process. "
+                "Register the dense tensors it consists of, such as indices and values or int_repr(), and build it "
+                "from them in the forward of the layer; or register it on the model outside of the pipelined module"
+            )
 
 
 def move_to_meta(

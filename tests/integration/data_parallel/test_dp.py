@@ -223,6 +223,42 @@ def test_logged_under_different_names() -> None:
     run(logs_by_rows)
 
 
+class Logs(OnCPU):
+    """A step whose replicas have logged what a test gives."""
+
+    def __init__(self, *logged: list[tuple[str, Any, dict[str, Any]]]) -> None:
+        super().__init__(parallel_devices=[torch.device("cpu")] * len(logged))
+        self._lightning_module = Net()
+        self.came: list[tuple[str, Any, dict[str, Any]]] = []
+        self._lightning_module.log = lambda name, value, **options: self.came.append((name, value, options))
+        results = [ReplicaResult(2, own, torch.tensor(1.0)) for own in logged]
+        self._replicas = lambda *_: results
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ([("a", 1.0, {})], [("a", 1.0, {}), ("b", 1.0, {})], r"under different names, \['b'\] or none; log the same"),
+        ([("a", 1.0, {}), ("b", 1.0, {})], [("b", 1.0, {}), ("a", 1.0, {})], r"under different names, \['a', 'b'\]; "),
+        ([("a", 1.0, {"batch_size": 2})], [("a", 1.0, {})], "'a' with different options, batch_size; give the same"),
+        ([("a", 1.0, {"batch_size": None})], [("a", 1.0, {"batch_size": 2})], "'a' with different options, batch_size"),
+        ([("a", 1.0, {"on_step": True})], [("a", 1.0, {"on_step": False})], "'a' with different options, on_step"),
+        ([("a", 1.0, {})], [("a", 1.0, {"reduce_fx": "sum"})], "got reduce_fx='sum' for 'a'"),
+    ],
+)
+def test_replicas_that_log_differently(first: Any, second: Any, message: str) -> None:
+    strategy = Logs(first, second)
+    with pytest.raises(ValueError, match=message):
+        strategy.training_step(torch.ones(4, 2), 0)
+    assert not strategy.came
+
+
+def test_batch_sizes_of_replicas_are_added() -> None:
+    strategy = Logs([("a", 1.0, {"batch_size": 3, "on_step": True})], [("a", 3.0, {"batch_size": 2, "on_step": True})])
+    strategy.training_step(torch.ones(4, 2), 0)
+    assert strategy.came == [("a", 2.0, {"batch_size": 5, "on_step": True})]
+
+
 def test_merged_takes_means_of_scalars_and_rows_of_tensors() -> None:
     cpu = torch.device("cpu")
     values = [

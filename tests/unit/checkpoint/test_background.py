@@ -19,6 +19,14 @@ def test_a_snapshot_is_a_copy_that_shares_what_was_shared() -> None:
     assert taken["c"] is received
 
 
+def test_a_snapshot_of_sparse_tensors() -> None:
+    checkpoint = {"rows": torch.eye(3).to_sparse_csr(), "pairs": torch.eye(3).to_sparse()}
+    copied = snapshot(checkpoint)
+    checkpoint["rows"].values().zero_()
+    checkpoint["pairs"].coalesce().values().zero_()
+    assert all(torch.equal(tensor.to_dense(), torch.eye(3)) for tensor in copied.values())
+
+
 def test_one_at_a_time_and_errors_surface() -> None:
     background, go, done = BackgroundWriter(), threading.Event(), []
     background.save(lambda: (go.wait(10), done.append("first"))[0])

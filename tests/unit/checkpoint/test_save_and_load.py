@@ -183,3 +183,18 @@ def test_its_tensors_are_in_it(tmp_path: Path, name: str) -> None:
         RuntimeError, match=f"names '{name}' as the directory of its tensors, which is not a subdirectory"
     ):
         save_and_load.load_sharded(path)
+
+
+@pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr", "quantized"])
+def test_what_shards_cannot_hold_is_named(layout: str) -> None:
+    eye = torch.eye(3)
+    tensor = {
+        "sparse_coo": eye.to_sparse(),
+        "sparse_csr": eye.to_sparse_csr(),
+        "quantized": torch.quantize_per_tensor(eye, 0.1, 0, torch.qint8),
+    }[layout]
+    checkpoint = {"state_dict": {"weight": eye, "graph.adjacency": tensor}, "other": tensor}
+    message = rf'state_dict\.graph\.adjacency is a {layout} tensor, .* use state_dict_type="full"'
+    with pytest.raises(ValueError, match=message):
+        save_and_load.check_can_be_sharded(checkpoint)
+    save_and_load.check_can_be_sharded({"state_dict": {"weight": eye}, "other": tensor})

@@ -92,6 +92,31 @@ MISTAKES: dict[str, tuple[Callable[..., list[str]], tuple[str, ...], str]] = {
         ("class_path: cli_models.Net", "class_pth: cli_models.Net"),
         "config.yaml: model: expected class_path and init_args, got 'class_pth'; did you mean 'class_path'?",
     ),
+    "init_args misspelt": (
+        replaced,
+        ("    init_args:\n      comm_hook", "    init_arg:\n      comm_hook"),
+        "config.yaml: trainer.strategy: expected class_path and init_args, got 'init_arg'; did you mean 'init_args'?",
+    ),
+    "init_args of the data misspelt": (
+        replaced,
+        ("  init_args:\n    rows", "  init_arg:\n    rows"),
+        "config.yaml: pytorch_lightning.core.datamodule.LightningDataModule: unknown key 'init_arg'; did you mean 'in",
+    ),
+    "Trainer without arguments": (
+        replaced,
+        (CONFIG[CONFIG.index("trainer:") :], "trainer: 3\n"),
+        "trainer: expected the arguments of the Trainer, got 3",
+    ),
+    "no such checkpoint": (
+        option,
+        (ONE_DEVICE, "--ckpt_path=none.ckpt"),
+        "Checkpoint file not found: none.ckpt",
+    ),
+    "folder in place of a checkpoint": (
+        option,
+        (ONE_DEVICE, "--ckpt_path=."),
+        "ckpt_path: Is a directory: ",
+    ),
     "no such class": (
         replaced,
         ("cli_models.Net", "cli_models.Nett"),

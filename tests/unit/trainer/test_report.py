@@ -418,6 +418,29 @@ def test_ticks_enclose_the_values(low: float, high: float) -> None:
     assert len(set(labels(found))) == len(found)
 
 
+@pytest.mark.parametrize("from_zero", [False, True])
+@pytest.mark.parametrize(
+    "curve",
+    [
+        [(0.0, 1.0), (1.0, 0.9999999999999999)],
+        [(0.0, 0.1), (1.0, 0.1 * (1 + 1e-13))],
+        [(1e16, 1.0), (1e16, 2.0)],
+        [(1e16, 1.0), (1e16 + 2, 2.0)],
+        [(0.0, -1.7e308), (1.0, 1.7e308)],
+        [(0.0, 1.7e308), (1.0, 1.7e308)],
+        [(-1.7e308, 1.0), (1.7e308, 2.0)],
+        [(0.0, 0.0), (1.0, 5e-324)],
+    ],
+)
+def test_charts_of_values_that_floats_hardly_tell_apart(curve: list[tuple[float, float]], from_zero: bool) -> None:
+    """Every number in the picture is finite, and every point is within it."""
+    picture = line_chart([Series("loss", curve, 0)], "losses", from_zero=from_zero)
+    (line,) = re.findall(r'points="(.*?)"', picture)
+    places = [tuple(map(float, place.split(","))) for place in line.split()]
+    assert len(places) == 2 and all(0 <= x <= 500 and 0 <= y <= 240 for x, y in places)
+    assert "nan" not in picture and "inf" not in picture
+
+
 def test_labels_have_the_digits_that_tell_them_apart() -> None:
     assert labels([0, 0.5, 1]) == ["0", "0.5", "1"] and labels([0, 50_000, 100_000]) == ["0", "50,000", "100,000"]
     assert labels([2.42, 2.4201, 2.4202]) == ["2.42", "2.4201", "2.4202"]

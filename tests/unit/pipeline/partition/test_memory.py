@@ -64,6 +64,14 @@ def test_a_tensor_made_of_others_has_their_size() -> None:
     assert nbytes_of(packed) == 5400
 
 
+def test_sparse_and_quantized_tensors_have_the_size_of_their_parts() -> None:
+    eye = torch.eye(4)
+    assert nbytes_of(eye.to_sparse()) == 2 * 4 * 8 + 4 * 4  # two indices and a value each
+    assert nbytes_of(eye.to_sparse_csr()) == 5 * 8 + 4 * 8 + 4 * 4
+    assert nbytes_of(eye.to_sparse_bsc((2, 2))) == 3 * 8 + 2 * 8 + 8 * 4
+    assert nbytes_of(torch.quantize_per_tensor(eye, 0.1, 0, torch.qint8)) == 16
+
+
 @pytest.mark.parametrize(
     ("costs", "limit", "last", "balance"),
     [

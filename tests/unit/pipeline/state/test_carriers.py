@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from strategies.pipeline.construction.recording import SMALL_BYTES
 from strategies.pipeline.state.carriers import Parcel, pickled, unpickled
 
 
@@ -109,3 +110,19 @@ def test_large_values_are_not_in_the_pickle() -> None:
     in_one = pickled(layers, layers, Model(), small_bytes=sys.maxsize)
     assert not in_one.storages
     assert torch.equal(unpickled(in_one.blob)[0][0].weight, layers[0].weight)
+
+
+@pytest.mark.parametrize("size", [3, 100_000])
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.complex32])
+def test_dtypes_that_torch_pickles_without_a_typed_storage(dtype: torch.dtype, size: int) -> None:
+    layers = nn.Sequential(nn.Linear(2, 2))
+    layers[0].register_buffer("codes", torch.randint(3, (2, size)).to(dtype))
+    layers[0].register_buffer("row", layers[0].codes[1])
+    for small_bytes in (-1, SMALL_BYTES, sys.maxsize):
+        parcel = pickled(layers, layers, Model(), small_bytes=small_bytes)
+        arrived, storages = unpickled(parcel.blob)
+        for storage, sent in zip(storages, parcel.storages, strict=True):
+            storage.copy_(sent)
+        for name, buffer in layers.named_buffers():
+            got = arrived.get_buffer(name)
+            assert got.dtype is dtype and torch.equal(got.view(torch.uint8), buffer.view(torch.uint8))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies.pipeline.state.remote_tensor import RemoteBuffer, RemoteParameter
-from strategies.pipeline.state.stand_ins import move_from_meta, move_to_meta, without_layers
+from strategies.pipeline.state.stand_ins import check_layouts, move_from_meta, move_to_meta, without_layers
 
 
 def test_without_layers() -> None:
@@ -122,3 +122,20 @@ def test_parameters_that_another_part_of_the_model_uses() -> None:
     move_from_meta(body, model, [], {"0.weight": values["0.weight"] + 1, "0.bias": values["0.bias"] + 1})
     assert head.weight is body[0].weight and torch.equal(head.weight, values["0.weight"] + 1)
     assert torch.equal(head.bias, values["0.bias"])  # whoever kept it knows its value
+
+
+@pytest.mark.parametrize(
+    ("tensor", "layout"),
+    [
+        (torch.eye(3).to_sparse(), "sparse_coo"),
+        (torch.eye(3).to_sparse_csr(), "sparse_csr"),
+        (torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "quantized"),
+        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested"),
+    ],
+)
+def test_a_buffer_without_strides_is_refused_by_name(tensor: Tensor, layout: str) -> None:
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    check_layouts(layers)
+    layers[1].register_buffer("table", tensor)
+    with pytest.raises(ValueError, match=rf"buffer 1\.table .* is a {layout} tensor, .* Register the dense tensors"):
+        check_layouts(layers)

@@ -102,6 +102,14 @@ def test_a_model_with_parametrized_layers_is_sent_to_its_process(tmp_path: Path)
     assert sent.state_dict().keys() == model.state_dict().keys()
 
 
+def test_a_model_with_unsigned_buffers_is_sent_to_its_process(tmp_path: Path) -> None:
+    model = VerifiedNet()
+    model.register_buffer("codes", torch.tensor([3, 4], dtype=torch.uint16))
+    write_job(tmp_path, job(model))
+    codes = read_job(tmp_path).model.codes
+    assert codes.dtype is torch.uint16 and codes.tolist() == [3, 4]
+
+
 def test_there_are_forty_faults() -> None:
     assert len(FAULTS) == 40
 

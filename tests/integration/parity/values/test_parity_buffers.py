@@ -1,0 +1,120 @@
+"""Buffers of dtypes and layouts that torch treats differently train on stages as in one process."""
+
+import os
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import run
+from parity import WIDTH, Outcome, Small, alike, batches, compare, fit, on_cpus, one_device, small_layers
+from pytorch_lightning import Callback
+from torch import Tensor, nn
+
+from strategies.pipeline.recovery.repairs import Recovery
+from strategies.rpc_sequential import RPCSequentialStrategy
+
+KILL = Path("kill")
+
+
+class Coded(nn.Module):
+    """Multiplies by numbers that it keeps in unsigned dtypes, and counts in such a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for dtype in (torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn):
+            self.register_buffer(f"small_{dtype}".replace(".", "_"), torch.arange(1, 7).to(dtype))
+        self.register_buffer("large", torch.arange(12_000).reshape(2000, WIDTH).to(torch.uint16))
+        self.register_buffer("count", torch.zeros(2, dtype=torch.uint32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if KILL.exists():
+            KILL.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.count = (self.count.long() + len(x)).to(torch.uint32)
+        factor = sum(buffer.to(x.dtype).sum() for name, buffer in self.named_buffers() if name != "count")
+        return x * (factor / 1e8).tanh()
+
+
+class CodedModel(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequential_module = nn.Sequential(Coded(), *small_layers())
+
+
+class Moves(Callback):
+    """Moves layers to another stage after the second batch."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 2:
+            trainer.strategy.rebalance([1, 3, 3])
+
+
+class Kills(Callback):
+    """Ends a worker after the fifth batch."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 5:
+            KILL.touch()
+
+
+def unsigned_buffers() -> None:
+    single = fit(CodedModel, one_device(), 1)
+    expected, single.buffers = single.buffers, {}
+    for disturbance in (Moves(), Kills()):
+        options: Any = {"microbatches": 3, "checkpoint": "never", "recovery": Recovery(max_restarts=1)}
+        pipelined = fit(CodedModel, RPCSequentialStrategy([3, 3, 1], **options), 3, callbacks=[disturbance])
+        assert not KILL.exists()
+        buffers, pipelined.buffers = pipelined.buffers, {}
+        assert buffers.keys() == expected.keys()
+        for name, buffer in buffers.items():
+            assert buffer.dtype is expected[name].dtype and torch.equal(buffer, expected[name]), name
+        compare(pipelined, single)
+
+
+class Graph(Small):
+    """Mixes the rows of its output by a sparse matrix, a buffer outside of the layers that stages hold."""
+
+    def __init__(self, layout: str) -> None:
+        super().__init__()
+        mixing = torch.eye(8) + torch.eye(8).roll(1, 0)
+        self.register_buffer("mixing", mixing.to_sparse() if layout == "coo" else mixing.to_sparse_csr())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mixing.to(x.dtype) @ super().forward(x)
+
+
+def sparse_buffers(layout: str) -> None:
+    def trained(strategy: Any, devices: int) -> Outcome:
+        outcome = fit(partial(Graph, layout), strategy, devices, train=partial(batches, [8] * 3), callbacks=[Saves()])
+        assert torch.equal(outcome.buffers.pop("mixing").to_dense(), Graph(layout).mixing.to_dense().double())
+        outcome.model = torch.load("saved.ckpt", weights_only=True)["state_dict"]
+        return outcome
+
+    single = trained(one_device(), 1)
+    pipelined = trained(RPCSequentialStrategy([3, 3], microbatches=1, async_save=True), 2)
+    compare(pipelined, single)
+    assert torch.equal(pipelined.model.pop("mixing").to_dense(), single.model.pop("mixing").to_dense())
+    alike(pipelined.model, single.model)
+
+
+class Saves(Callback):
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 4:
+            trainer.save_checkpoint("saved.ckpt")
+
+
+@on_cpus
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+def test_a_sparse_buffer_outside_of_the_stages(layout: str) -> None:
+    run(sparse_buffers, layout)
+
+
+@on_cpus
+@pytest.mark.slow
+def test_unsigned_integers_and_eight_bit_floats_follow_their_layer() -> None:
+    """To a worker, to another one, to the one that replaces it after its end, and back."""
+    run(unsigned_buffers)
