@@ -214,7 +214,7 @@ class TrackedLoader(Iterator[Any]):
             return map(next, repeat(self._source))  # calling iter on it again would begin another pass
 
         def rewind() -> None:
-            self._source.set_state(self._source.record["begun"][0])
+            self._source.set_state(self._source.random_states["begun"][0])
             self._source.prepare()
 
         return self._dataset.checked(begin, rewind, may_be_empty=resumed and self._how.in_mid_epoch)
