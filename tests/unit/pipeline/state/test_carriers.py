@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from strategies.pipeline.construction.recording import SMALL_BYTES
 from torch import Tensor, nn
 
+from strategies.pipeline.construction.without_memory import SMALL_BYTES
 from strategies.pipeline.state.carriers import Parcel, pickled, unpickled
 
 
