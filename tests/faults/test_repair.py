@@ -188,14 +188,16 @@ def test_a_layer_that_is_not_deterministic_is_found() -> None:
 
 
 def one_lost_worker() -> Any:
-    return repair_job.disturbed([({4: ["backward-0"]}, 2)], **EACH_BATCH)
+    return repair_job.disturbed([({2: ["forward-0"], 4: ["backward-0"]}, 2)], **EACH_BATCH)
 
 
 def test_one_lost_worker() -> None:
-    ((differing, (lost,)),) = run(one_lost_worker)
-    assert differing == []
-    assert lost.startswith("stage 0 (layers 0 to 1: Linear, Killable), process ")
-    assert "was killed by signal 9 in " in lost
+    """Twice, the first time before the driver has received anything of a pass."""
+    ((differing, repairs),) = run(one_lost_worker)
+    assert differing == [] and len(repairs) == 2
+    for lost in repairs:
+        assert lost.startswith("stage 0 (layers 0 to 1: Linear, Killable), process ")
+        assert "was killed by signal 9 in " in lost
 
 
 @pytest.mark.timeout(300)

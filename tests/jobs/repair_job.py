@@ -49,15 +49,16 @@ def strike(phase: str) -> None:
 
 
 class Killable(nn.Linear):
-    """Ends its process where a test says so; counts its calls."""
+    """Ends its process where a test says so; counts its calls, and keeps a tensor of the last one."""
 
     def __init__(self) -> None:
         super().__init__(6, 6)
-        self.calls = 0
+        self.calls, self.mean = 0, torch.zeros(())
 
     def forward(self, rows: Tensor) -> Tensor:
         strike("forward" if self.training else "validation")
         self.calls += self.training
+        self.mean = rows.detach().mean()
         if rows.requires_grad:
             rows.register_hook(lambda grad: strike("backward"))
         return super().forward(rows)
@@ -471,7 +472,7 @@ def fit(
         "norms": model.norms,
         "total": float(model.total),
         "weights": plain(model.state_dict()),
-        "calls": [layer.calls for layer in model.modules() if isinstance(layer, Killable)],
+        "calls": [(layer.calls, plain(layer.mean)) for layer in model.modules() if isinstance(layer, Killable)],
         "optimizers": [plain(unwrapped(optimizer).state_dict()) for optimizer in trainer.optimizers],
         "schedules": [plain(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs],
         "metrics": plain(trainer.callback_metrics),

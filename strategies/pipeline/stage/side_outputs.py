@@ -19,7 +19,7 @@ import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from itertools import islice, starmap
 from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor, nn
@@ -175,8 +175,9 @@ class Placeholders:
         """Keep the side outputs that arrived with an output, and return the output."""
         if not isinstance(value, WithSideOutputs):
             return value
-        for attribute in value.attributes:
-            self._add(Attribute(*attribute))
+        for attribute in starmap(Attribute, value.attributes):
+            if attribute not in self.known:  # a worker that replaces another one reports what it finds once more
+                self._add(attribute)
         return value.value
 
     def insert(self, is_right: Callable[[Any], bool]) -> None:
