@@ -162,6 +162,27 @@ class CountsWhereLoaded(RestartsWhereLoaded):
         self.begin = state["place"]
 
 
+class CountsEpochs(RestartsWhereLoaded):
+    """The same with an order that depends on the epoch, a plain number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.now["place"] = self.begins["place"]
+        for index in range(self.now["place"], len(self.rows)):
+            self.now["place"] = index + 1
+            yield self.rows[(index + self.epoch) % len(self.rows)]
+        self.epoch += 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {**self.now, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.begins, self.epoch = {"place": state["place"]}, state["epoch"]
+
+
 class Counting(IterableDataset):
     """Begins every pass at its start, except for the pass after a state has been loaded."""
 

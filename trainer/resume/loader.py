@@ -123,7 +123,7 @@ class TrackedLoader(Iterator[Any]):
         if "dataset" in position:
             state, goes_on, has_ended = position["dataset"]
             is_whole = has_ended or position["num_yielded"] == _num_in(self.loader)
-            saved["dataset"] = {"state": pickle.loads(state), "goes_on": goes_on, "is_whole": is_whole}
+            saved |= {"dataset": pickle.loads(state), "dataset_pass": {"goes_on": goes_on, "is_whole": is_whole}}
         return saved
 
     def resume(self, saved: dict[str, Any], how: Resumption) -> None:
@@ -152,10 +152,10 @@ class TrackedLoader(Iterator[Any]):
         if self._dataset is None or "dataset" not in saved:
             self._source.set_state_of_owners(saved["owners"])
             return
-        unloaded, dataset = self._dataset.state(), saved["dataset"]
+        unloaded = self._dataset.state()
         self._source.set_state_of_owners(saved["owners"])
-        self._dataset.goes_on = dataset["goes_on"]
-        self._dataset.load_after_pass(dataset["state"], unloaded, is_whole=dataset["is_whole"])
+        self._dataset.goes_on = saved["dataset_pass"]["goes_on"]
+        self._dataset.load_after_pass(saved["dataset"], unloaded, is_whole=saved["dataset_pass"]["is_whole"])
 
     def release(self) -> None:
         """Drop the iterators of the current pass, which ends its worker processes."""
@@ -188,8 +188,8 @@ class TrackedLoader(Iterator[Any]):
         if isinstance(self.loader, Stateful):
             self._begin(resumed=True)
         elif self._dataset is not None and "dataset" in saved:
-            self._dataset.goes_on = saved["dataset"]["goes_on"]
-            self._dataset.load(saved["dataset"]["state"], self._dataset.state())
+            self._dataset.goes_on = saved["dataset_pass"]["goes_on"]
+            self._dataset.load(saved["dataset"], self._dataset.state())
             self._begin(resumed=True)
         else:
             if saved["is_shared"]:

@@ -3,6 +3,7 @@
 import inspect
 import pickle
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain, islice
 from typing import Any
 
@@ -59,15 +60,18 @@ class StatefulDataset:
             unloaded: As for :meth:`load`.
             is_whole: Whether the pass has read all samples.
         """
-        if self.goes_on or (is_whole and not _same(state, self._copy())):
+        if _same(state, self._copy()):  # the restored attributes are the whole state
+            return
+        if self.goes_on or is_whole:
             self.load(state, unloaded)
-        elif self.goes_on is None and not is_whole:
+        elif self.goes_on is None:
             name = type(self._dataset).__name__
             rank_zero_warn(
                 f"The checkpoint was written after an epoch that did not read all samples of {name}, and it is not "
-                f"known whether the next epoch goes on from there. It begins as that of a new {name} does, except that "
-                "its attributes that are numbers or generators are restored. To go on, resume from the middle of an "
-                "epoch, or from the end of a later one: by then the run has seen how an epoch begins."
+                f"known whether the next epoch goes on from there. It begins like the first epoch of a new {name}; "
+                "only its numbers and generators are restored. To go on, resume from the middle of an epoch, or from "
+                "the end of a later one, if epochs have more than one batch: by then the run has seen how an epoch "
+                "begins."
             )
 
     def checked(
@@ -77,8 +81,7 @@ class StatefulDataset:
 
         Args:
             begin: Begins a pass and returns its iterator.
-            rewind: Restores the random state and the attributes of the dataset with which the pass has begun. The state
-                is loaded afterwards, because ``load_state_dict`` may set the same attributes.
+            rewind: Restores the random state and the attributes of the dataset with which the pass has begun.
             may_be_empty: Whether the checkpoint may have been written after the last batch of the pass.
         """
         end = None if self._after_first is None else self._copy()
@@ -98,13 +101,20 @@ class StatefulDataset:
         if self._unloaded is None:
             if first and before is not None and (goes_on := _goes_on(before, end, after)) is not None:
                 self.goes_on = goes_on
-        elif (not first and not (resumes and may_be_empty)) or (not resumes and _same(after, before)):
-            rewind()
-            self._dataset.load_state_dict(pickle.loads(self._unloaded))
+        elif (not first and not (resumes and may_be_empty)) or not (
+            resumes or self.goes_on or not _same(after, before)
+        ):
+            unload = partial(self._dataset.load_state_dict, pickle.loads(self._unloaded))
             self._unloaded = None
-            iterator = begin()
-            first = list(islice(iterator, 1))
-            after = self._copy()
+            # The attributes may hold the place that is to be taken back, or what the first state lacks, as an epoch.
+            for restore in ((unload, rewind), (rewind, unload)):
+                for part in restore:
+                    part()
+                iterator = begin()
+                first = list(islice(iterator, 1))
+                after = self._copy()
+                if first and not _same(after, before):
+                    break
             if not first:
                 raise MisconfigurationException(
                     f"{type(self._dataset).__name__} has no batch in the epoch after the one that it was resumed from. "

@@ -15,6 +15,7 @@ from resume_job import ENDS, assert_resumable, fit, shuffled
 from resume_parts import (
     Counting,
     CountingInside,
+    CountsEpochs,
     CountsWhereLoaded,
     Draws,
     RestartsWhereLoaded,
@@ -229,6 +230,11 @@ def test_the_state_of_processes_that_have_ended() -> None:
 @pytest.mark.parametrize("data", [RestartsWhereLoaded, CountsWhereLoaded, StateForAnother])
 def test_streams_of_other_libraries(data: Any, tmp_path: Path) -> None:
     assert_resumable(tmp_path, lambda: DataLoader(data(10), batch_size=4), ENDS)
+
+
+def test_a_stream_that_counts_epochs(tmp_path: Path) -> None:
+    places = [("on_train_epoch_end", number) for number in (1, 2)]
+    assert_resumable(tmp_path, lambda: DataLoader(CountsEpochs(10), batch_size=4), places)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
