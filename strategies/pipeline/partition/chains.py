@@ -21,8 +21,8 @@ def chains_of(model: nn.Module, paths: Sequence[str]) -> list[tuple[str, ...]]:
     """Return the modules at some paths in groups that the model calls one after another, in the order of ``paths``.
 
     The code of the modules that contain them is traced by ``torch.fx``, in training and in evaluation mode. A group is
-    called in the same way in both. If the code cannot be traced, such as code that depends on values, each module is a
-    group.
+    called in the same way in both modes, or in the one whose code can be traced. If neither can, such as code that
+    depends on values, each module is a group.
 
     Args:
         model: The model.
@@ -46,9 +46,11 @@ def chains_of(model: nn.Module, paths: Sequence[str]) -> list[tuple[str, ...]]:
                     module.training = is_training
                 graph = _Tracer(traced).trace(outer)
         except Exception:  # code of the user, which may not be made for tracing
-            return apart
+            continue
         followers.append(_followers(graph, set(own)))
-    following = {name: names for name, names in followers[0].items() if followers[1].get(name) == names}
+    if not followers:
+        return apart
+    following = {name: names for name, names in followers[0].items() if followers[-1].get(name) == names}
     joined = {name for names in following.values() for name in names}
     groups = []
     for name in own:

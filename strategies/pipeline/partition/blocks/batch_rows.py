@@ -8,6 +8,7 @@ calls. Every micro-batch gets the whole of a tensor whose shape is the same in b
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -141,10 +142,10 @@ def are_rows(parts: Sequence[Tensor], rows: Sequence[int], inputs: Sequence[Tens
         return False
     if len({len(part) // max(1, size) for part, size in zip(parts, rows, strict=True)}) > 1:
         return False
-    if len(parts) < 2 or not torch.equal(parts[0], parts[1]):
-        return True
-    first, second = slice(rows[0]), slice(rows[0], rows[0] + rows[1])
-    return all(torch.equal(tensor[first], tensor[second]) for tensor in inputs)
+    for part, start, size in zip(parts[1:], accumulate(rows), rows[1:], strict=False):
+        if not all(torch.equal(tensor[: rows[0]], tensor[start : start + size]) for tensor in inputs):
+            return not torch.equal(parts[0], part)
+    return True
 
 
 def with_tensors_replaced(value: Any, places: Sequence[int], replace: Callable[[Tensor], Any]) -> Any:

@@ -171,6 +171,8 @@ def changed_argument(block: str, argument: str, kind: str) -> RuntimeError:
 
 def _is_same(value: Any, expected: Any) -> bool:
     """Return whether a value that is not a tensor equals the one that the model was given."""
+    if isinstance(value, torch.dtype) and isinstance(expected, torch.dtype):
+        return _is_told(value, expected)
     if isinstance(value, PLAIN):
         return type(value) is type(expected) and (value == expected or value != value)
     return type(value) is type(expected)
