@@ -256,7 +256,7 @@ def merged(values: Sequence[Any], rows: Sequence[int], device: torch.device) -> 
 
 
 def _check_logged(logged: Sequence[LogCall], first: Sequence[LogCall]) -> None:
-    """Check that a replica has logged under the names and with the options of the first replica, and means."""
+    """Check that a replica has logged under the names and with the options of the first replica, and only means."""
     for labels in zip_longest(*([label for label, _, _ in own] for own in (logged, first))):
         if labels[0] != labels[1]:
             raise ValueError(

@@ -1,7 +1,8 @@
 """Optimizers divided over ranks: each rank steps its share of every optimizer's parameters, and has only their states.
 
-Outside of a step, the groups of an optimizer are whole, as schedulers and training loops expect. Within a step, the
-groups contain only the parameters of this rank.
+This is ZeRO, stages 1 and 2, and ``zero_stage`` of a pipeline; stage 3 divides rows
+(:mod:`strategies.sharding.row_optimizers`). Outside of a step, the groups of an optimizer are whole, as schedulers and
+training loops expect. Within a step, the groups contain only the parameters of this rank.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -1,6 +1,7 @@
 """Mistakes in the configuration, which the command line reports in one line without a traceback.
 
-Whether an error is such a mistake depends on who has raised it, and when:
+Errors of the parser are condensed by :mod:`trainer.cli.parser_messages`. Whether another error is such a mistake
+depends on who has raised it, and when:
 
 - while strategy, model, data and Trainer are built: a :class:`MisconfigurationException` or a ``ValueError`` of any
   code, and a ``TypeError`` of Relay's or Lightning's;

@@ -12,7 +12,7 @@ from strategies.pipeline.construction.without_memory import Construction
 
 
 def initialise(model: nn.Module, construction: Construction) -> list[str]:
-    """Note in recipes the initialisation of modules whose direct parameters or buffers lack values.
+    """Add to recipes the initialisation of modules whose direct parameters or buffers lack values.
 
     ``_init_weights`` of the enclosing Hugging Face model initialises a module; in other models, the module's
     ``reset_parameters`` does. The seed of each module depends on the process's seed and the module's name only, so its

@@ -1,10 +1,11 @@
-"""How the driver notices that the process of a stage is lost: a call of RPC fails, and the process says how it ended.
+"""The loss of a stage's process: a pending call of RPC fails, and the driver finds out how the process ended.
 
 process dies ──▶ its connections close ──▶ pending calls fail within milliseconds ──▶ how it ended ──▶ WorkerLost
 
-A call is always pending, because every stage answers :func:`~strategies.commands.host.follow` only when it ends. A
-process that lives but hangs is found by :mod:`strategies.pipeline.control.hanging_stages`; a host or a rank that is
-lost, by :mod:`strategies.launch.rank_monitor`.
+A call is always pending, because every stage answers :func:`~strategies.commands.host.follow` only when it ends.
+:class:`~strategies.pipeline.control.client.RemoteStage` makes the calls and notices that they fail. A process that
+lives but hangs is found by :mod:`strategies.pipeline.control.hanging_stages`; a host or a rank that is lost, by
+:mod:`strategies.launch.rank_monitor`.
 """
 
 from collections.abc import Callable

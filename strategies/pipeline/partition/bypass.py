@@ -35,11 +35,11 @@ class BypassCheck:
         self._used = ""
 
     def note_call(self) -> None:
-        """Note that the model calls the layers, as a whole or block by block."""
+        """Remember that the model calls the layers, as a whole or block by block."""
         self.has_run |= self._is_watching
 
     def note_use(self, what: str, in_pass: bool) -> None:
-        """Note that an operation on the driver uses a parameter or buffer of a worker with another tensor.
+        """Remember that an operation on the driver uses a parameter or buffer of a worker with another tensor.
 
         Args:
             what: The tensor and its stage.

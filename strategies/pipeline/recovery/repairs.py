@@ -148,8 +148,8 @@ class Repairs:
                 self._abandon()
         with suppress(Warning):  # the user may have turned warnings into errors
             warnings.warn(
-                f"{lost}\nNew workers have started in {restart_seconds:.2f} s, and have computed what followed the "
-                f"last snapshot again in {seconds - restart_seconds:.2f} s.",
+                f"{lost}\nNew workers have started in {restart_seconds:.2f} s, and have repeated what followed the "
+                f"last snapshot in {seconds - restart_seconds:.2f} s.",
                 stacklevel=1,
             )
         return True

@@ -150,7 +150,7 @@ class NotCarriedError(RuntimeError):
 
 
 class RemoteOperations(TorchDispatchMode):
-    """Operations on stand-ins while this mode is active. :meth:`commit` sends them to their stages.
+    """Collects operations on stand-ins while this mode is active. :meth:`commit` sends them to their stages.
 
     Args:
         values: The known values of stand-ins by storage. The values of results are added.

@@ -102,7 +102,7 @@ class HostedStage(StageCommands):
         setup: How the stage runs.
         state: The initial state of the stage.
         edges: The stage's ends of the edges between chunks.
-        activity: Notes of what the stage does.
+        activity: Holds what the stage does at present.
         orders: Receives the driver's orders; ``None`` if all commands come over RPC.
     """
 
@@ -437,7 +437,7 @@ def taken(carrier: Carrier, activity: Activity, receive: Receive = lambda storag
 
     Args:
         carrier: The carrier.
-        activity: Notes of what the stage does.
+        activity: Holds what the stage does at present.
         receive: Receives the values of storages that are not in a pickle.
     """
     activity.doing = "unpacking its layers"
