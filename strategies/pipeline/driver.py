@@ -76,9 +76,9 @@ from strategies.pipeline.state.snapshots import check_snapshots
 from strategies.pipeline.state.stage_state import StageState
 from strategies.pipeline.state.stand_ins import check_layouts, move_to_meta, refuse_lost_values, without_layers
 from strategies.pipeline.state.state_dict import StateOfStages
-from strategies.pipeline.transport.channel import ORDERS_TAG, Sender
-from strategies.pipeline.transport.device import num_links, routes_of
+from strategies.pipeline.transport.device import num_communicators, routes_of
 from strategies.pipeline.transport.interface import Transport
+from strategies.pipeline.transport.link import ORDERS, Links, Sender
 from strategies.pipeline.transport.planes import AUTO, GLOO, NCCL, open_transport, with_index
 from strategies.pipeline.transport.slots import NUM_SLOTS, Slot, SlotAddress
 from strategies.pipeline.transport.storages import send_storages
@@ -129,7 +129,7 @@ class _Connections:
     transport: Transport | None = None
     remotes: Sequence[RemoteStage] = ()
     wait: Wait = wait_here
-    group: ProcessGroup | None = None
+    links: Links | None = None
     unpacked: Sequence[Future[int]] = ()
     """For each worker, the result of its first command, which it runs when it has its stage."""
 
@@ -246,7 +246,7 @@ class Pipeline(NotCopyable):
         if self._plane != NCCL:
             return [0] * len(self._devices)
         routes = routes_of(self.programs.rank_of, self._ties)
-        return [num_links(rank, routes) for rank in range(len(self._devices))]
+        return [num_communicators(rank, routes) for rank in range(len(self._devices))]
 
     def _divide(self, balance: Sequence[int]) -> None:
         """Divide the layers of the model and of its copies into stages.
@@ -853,12 +853,12 @@ class Pipeline(NotCopyable):
         """
         opened = self._connect(origins, threads, session, failures, client) if origins else _Connections()
         for i, (origin, remote, unpacked) in enumerate(zip(origins, opened.remotes, opened.unpacked, strict=True)):
-            group = opened.group
-            assert group is not None
+            assert opened.links is not None
+            link = opened.links[i]
             with failures.explained():
-                origin.deliver(partial(send_storages, group=group, peer=i, wait=opened.wait))
+                origin.deliver(partial(send_storages, link=link, wait=opened.wait))
             failures.result_of(unpacked)
-            remote.connect(Sender(group, i, tag=ORDERS_TAG))
+            remote.connect(Sender(link, ORDERS))
             taken(i, remote)
         return opened
 
@@ -893,17 +893,17 @@ class Pipeline(NotCopyable):
             session.callback(remote.disconnect)
         unpacked = [remote.ask_unlogged(StageCommands.num_kept) for remote in clients]
         with failures.explained():
-            group = join_data_plane(own, len(stages), failures.raise_untold)
+            links = Links(join_data_plane(own, len(stages), failures.raise_untold))
         store = partial(store_at, f"{own.rendezvous}/devices", own.size)
         routes = routes_of(self.programs.rank_of, self._ties)
         variables = variables_of_nccl(own) if self._plane == NCCL else {}
         with failures.explained(), environment_variables(**variables):
-            transport = open_transport(self._plane, group, len(stages), self.device, routes, wait, store)
+            transport = open_transport(self._plane, links, len(stages), self.device, routes, wait, store)
         session.callback(transport.close)
         failures.first.add_done_callback(partial(_abort, ref(transport)))
         if self._plane != GLOO:
             failures.first.add_done_callback(partial(_abort_on_workers, [ref(remote) for remote in clients]))
-        return _Connections(transport, clients, wait, group, unpacked)
+        return _Connections(transport, clients, wait, links, unpacked)
 
     # End
 

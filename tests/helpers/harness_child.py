@@ -164,8 +164,8 @@ def _use_data_plane(plane: str) -> None:
     refused on planes of devices by name, so such pipelines stay on gloo.
     """
     from strategies.pipeline.executor.settings import Settings
-    from strategies.pipeline.transport.channel import Arriving
     from strategies.pipeline.transport.device import DeviceReceiver
+    from strategies.pipeline.transport.link import Arriving
     from strategies.pipeline.transport.planes import AUTO, chosen_plane
 
     choose, begin, used = Settings.plane, DeviceReceiver.begin, data_planes()

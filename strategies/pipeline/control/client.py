@@ -28,7 +28,7 @@ from strategies.commands.host import AfterFailure, follow, perform
 from strategies.common.errors import PeerFailed, WorkerLost, is_consequence
 from strategies.pipeline.control.commands import NamedParameters, StageCommands, meets_replicas
 from strategies.pipeline.control.lost_workers import StageProcess, cause_of, loss_of
-from strategies.pipeline.transport.channel import Sender, unprofiled
+from strategies.pipeline.transport.link import Sender, unprofiled
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -611,7 +611,7 @@ class RemoteStage(NotCopyable):
         self._number, self._replies = 0, _InOrder()
         self._lost: Future[None] = Future()
         self._queued: deque[Call] = deque()  # the garbage collector may append from any thread
-        self._link: Sender | None = None
+        self._orders: Sender | None = None
         self._followed: Future[Any] = Future()
         """Done when the stage no longer follows its link."""
         self._log: StageLog | None = None
@@ -641,7 +641,7 @@ class RemoteStage(NotCopyable):
         a cycle that contains a tensor to which autograd refers.
         """
         self.has_closed, self.failures = True, Failures()
-        self._link = self._log = None
+        self._orders = self._log = None
         self.on_use = _nothing
 
     def renew(self, name: str, host: Any, process: StageProcess, failures: Failures) -> None:
@@ -655,7 +655,7 @@ class RemoteStage(NotCopyable):
         """
         self._name, self._host, self.process, self.failures = name, host, process, failures
         self._number, self._replies, self._lost = 0, _InOrder(), Future()
-        self._link, self._followed, self._repeated = None, Future(), None
+        self._orders, self._followed, self._repeated = None, Future(), None
 
     def keep_log(self, log: StageLog) -> None:
         """Keep the commands to the stage in a log from now on."""
@@ -691,19 +691,19 @@ class RemoteStage(NotCopyable):
         self._lost.set_result(None)
         self.process.kill()
 
-    def connect(self, link: Sender) -> None:
-        """Make the stage follow orders on a link from now on."""
-        self._link = link
+    def connect(self, orders: Sender) -> None:
+        """Make the stage follow the orders of a channel from now on."""
+        self._orders = orders
         called = _Callee(self.process, self._lost, self.failures, self._replies)
         reply: Any = unprofiled(rpc.rpc_async, self._name, follow, args=(self._host,), timeout=0)
         reply.add_done_callback(partial(self._settle, done=self._followed, called=called))
 
     def disconnect(self) -> None:
         """Make the stage stop following its link, if it still does."""
-        if self._link is not None and not self._followed.done() and not self.failures.any:
+        if self._orders is not None and not self._followed.done() and not self.failures.any:
             self.transmit(pickle.dumps(None))
             wait([self._followed], _END_SECONDS)
-        self._link = None
+        self._orders = None
 
     def send(self, command: StageCommand[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         """Send a command that has no result. Failures are noted as soon as they are known."""
@@ -717,7 +717,7 @@ class RemoteStage(NotCopyable):
         if self._log is not None:
             order = _SentCalls(self, calls)
             self._log.perform(order, order.run)
-        elif self._link is None:
+        elif self._orders is None:
             self.call(calls, Future())
         else:
             self.transmit(pickle.dumps(calls))
@@ -756,11 +756,11 @@ class RemoteStage(NotCopyable):
 
     def transmit(self, message: bytes) -> None:
         """Send a pickled order over the link, if the stage still follows the link."""
-        if self._link is None or self._followed.done():
+        if self._orders is None or self._followed.done():
             return
         padded = message.ljust(-(-len(message) // _MESSAGE_BYTES) * _MESSAGE_BYTES, b"\0")
         with suppress(RuntimeError):  # the process of the stage has ended; the reply to ``follow`` reports this
-            self._link.send(torch.frombuffer(bytearray(padded), dtype=torch.uint8), 0, 0, keep=_MOST_UNDER_WAY)
+            self._orders.send(torch.frombuffer(bytearray(padded), dtype=torch.uint8), 0, 0, keep=_MOST_UNDER_WAY)
 
     def _taken_from_queue(self) -> list[Call]:
         return [self._queued.popleft() for _ in range(len(self._queued))]
@@ -875,7 +875,7 @@ class RemoteStage(NotCopyable):
         try:
             value = reply.value()
         except Exception as error:
-            if self._link is None and done is self._followed:
+            if self._orders is None and done is self._followed:
                 return  # the pipeline has ended, and the stage with it
             lost, has_ended = loss_of(error, self.description, process)
             killed_by_us = called.lost.done() or (not has_ended and is_consequence(error))

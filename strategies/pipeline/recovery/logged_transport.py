@@ -27,24 +27,24 @@ class LoggedTransport(AroundTransport):
     def __init__(self, log: Log, transport: Transport, stages: Sequence[str]) -> None:
         super().__init__(transport)
         self._log, self._stages = log, stages
-        self._channels: list[LoggedSender | LoggedReceiver] = []
+        self._ends: list[LoggedSender | LoggedReceiver] = []
 
     def connect(self, transport: Transport) -> None:
         """Use the connections of a new session from now on."""
         self._transport = transport
-        for channel in self._channels:
-            channel.open(transport)
+        for end in self._ends:
+            end.open(transport)
 
-    def sender(self, peer: int, tag: int) -> "LoggedSender":
-        sender = LoggedSender(self._log, peer, tag)
+    def sender(self, peer: int, channel: int) -> "LoggedSender":
+        sender = LoggedSender(self._log, peer, channel)
         sender.open(self._transport)
-        self._channels.append(sender)
+        self._ends.append(sender)
         return sender
 
-    def receiver(self, peer: int, tag: int) -> "LoggedReceiver":
-        receiver = LoggedReceiver(self._log, peer, tag, self._stages[peer])
+    def receiver(self, peer: int, channel: int) -> "LoggedReceiver":
+        receiver = LoggedReceiver(self._log, peer, channel, self._stages[peer])
         receiver.open(self._transport)
-        self._channels.append(receiver)
+        self._ends.append(receiver)
         return receiver
 
     def close(self) -> None:
@@ -57,16 +57,16 @@ class LoggedSender:
     Args:
         log: The driver's log.
         peer: The rank of the worker.
-        tag: Distinguishes the channel from other channels to the same worker.
+        channel: The channel to it.
     """
 
-    def __init__(self, log: Log, peer: int, tag: int) -> None:
-        self._log, self._peer, self._tag = log, peer, tag
+    def __init__(self, log: Log, peer: int, channel: int) -> None:
+        self._log, self._peer, self._channel = log, peer, channel
         self.inner: OutChannel
 
     def open(self, transport: Transport) -> None:
         """Use the connections of a session."""
-        self.inner = transport.sender(self._peer, self._tag)
+        self.inner = transport.sender(self._peer, self._channel)
 
     def send(self, value: Any, pass_number: int, microbatch: int, *, keep: int | None = None) -> bool:
         copy, size_bytes = copied(value)
@@ -112,17 +112,17 @@ class LoggedReceiver(InChannel):
     Args:
         log: The driver's log.
         peer: The rank of the worker.
-        tag: The sender's tag.
+        channel: The channel from it.
         stage: The stage of the worker in words.
     """
 
-    def __init__(self, log: Log, peer: int, tag: int, stage: str) -> None:
-        self._log, self.peer, self._tag, self.stage = log, peer, tag, stage
+    def __init__(self, log: Log, peer: int, channel: int, stage: str) -> None:
+        self._log, self.peer, self._channel, self.stage = log, peer, channel, stage
         self.inner: InChannel
 
     def open(self, transport: Transport) -> None:
         """Use the connections of a session."""
-        self.inner = transport.receiver(self.peer, self._tag)
+        self.inner = transport.receiver(self.peer, self._channel)
 
     def receive(self, pass_number: int, microbatch: int) -> Any:
         log = self._log

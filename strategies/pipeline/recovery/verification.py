@@ -105,11 +105,11 @@ def _has_sent(sender: Comparison, receiver: int, before: Message | None, after: 
 
 
 def _is_same(sent: Message, received: Message, receiver: int) -> bool:
-    place = sent.tag, sent.number, sent.microbatch, sent.fingerprint
+    place = sent.channel, sent.number, sent.microbatch, sent.fingerprint
     return (
         sent.way == "sent"
         and sent.peer == receiver
-        and place == (received.tag, received.number, received.microbatch, received.fingerprint)
+        and place == (received.channel, received.number, received.microbatch, received.fingerprint)
     )
 
 

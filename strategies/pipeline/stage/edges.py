@@ -25,8 +25,8 @@ from torch import Tensor
 from strategies.common.torch_compat import TreeSpec, tree_flatten, tree_unflatten
 from strategies.pipeline.schedule.operations import Edge, Post
 from strategies.pipeline.stage.passes import Pass
-from strategies.pipeline.transport.channel import EDGE_TAG, Arriving
 from strategies.pipeline.transport.interface import InChannel, OutChannel, Transport
+from strategies.pipeline.transport.link import FIRST_EDGE, Arriving
 
 _ALONE, _WITHOUT_SKIPS = tree_flatten(0)[1], tree_flatten((0, {}))[1]
 _LISTS = [tree_flatten([0] * length)[1] for length in range(9)]
@@ -180,9 +180,9 @@ class Edges:
             self.mail["B", e] = Mailbox(device=on.get(e - 1))
             if not is_local:
                 assert transport is not None, f"edge {e} leads to another process"
-                tag, other = EDGE_TAG + 2 * e, target if source == rank else source
-                self._senders["F" if source == rank else "B", e] = transport.sender(other, tag)
-                self._receivers["B" if source == rank else "F", e] = transport.receiver(other, tag)
+                other = target if source == rank else source
+                self._senders["F" if source == rank else "B", e] = transport.sender(other, FIRST_EDGE + e)
+                self._receivers["B" if source == rank else "F", e] = transport.receiver(other, FIRST_EDGE + e)
 
     def ports(self) -> dict[int, Ports]:
         """Return the ports of each chunk of this process."""

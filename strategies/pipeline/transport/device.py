@@ -2,16 +2,16 @@
 
     compute stream of stage 0     ── F0 ──┬── F1 ──┬──
                                        event    event             a send waits for the action that computes its value
-    link, stage 0 to stage 1              └▶ F0    └▶ F1          one communicator and stream per direction of an edge
+    communicator, stage 0 to 1    └▶ F0    └▶ F1          one communicator and stream per direction of an edge
                                              ├event  ├event       an action waits for the receive of its input
     compute stream of stage 1                └▶ F0 ──└▶ F1 ──
 
 This module is the same for all kinds of devices: which values are sent, when they are posted, and which operation waits
-for which transfer. A :class:`Link` implements the primitive operations, over NCCL (:mod:`.nccl`) or simulated
+for which transfer. A :class:`Communicator` implements the primitive operations, over NCCL (:mod:`.nccl`) or simulated
 (:mod:`.simulated`).
 
-A link does not buffer: a send may wait until its receive runs. So the values of a pass are posted in the order of
-:func:`~strategies.pipeline.schedule.posting.posting_order`, and tied parameters in one order for all processes.
+A communicator does not buffer: a send may wait until its receive runs. So the values of a pass are posted in the order
+of :func:`~strategies.pipeline.schedule.posting.posting_order`, and tied parameters in one order for all processes.
 """
 
 import threading
@@ -25,30 +25,32 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from strategies.common.errors import PeerFailed
 from strategies.common.trees import TensorLayout
 from strategies.common.waiting import Wait
-from strategies.pipeline.transport.channel import (
-    EDGE_TAG,
+from strategies.pipeline.transport.link import (
+    FIRST_EDGE,
     MAX_UNDER_WAY,
+    TIED_GRADIENTS,
+    TIED_VALUES,
     Arriving,
     Layout,
+    Link,
+    Links,
     Receiver,
     Sender,
     Sent,
     Transfer,
     as_message,
-    unprofiled,
 )
-from strategies.pipeline.transport.ties import GRADIENT_TAG, VALUE_TAG, Tie, pairs_of
+from strategies.pipeline.transport.ties import Tie, pairs_of
 
 _ABORT_SECONDS, _ABORT_SECONDS_AFTER_FAILURE = 10.0, 1.0
-"""How long :meth:`Links.close` waits for aborts of communicators. Meanwhile, the user waits for an error message."""
+"""How long :meth:`Communicators.close` waits for aborts. Meanwhile, the user waits for an error message."""
 
 
-class Link(Protocol):
+class Communicator(Protocol):
     """One direction between the devices of two processes. Transfers run in the order in which they are posted."""
 
     def send(self, tensors: Sequence[Tensor]) -> Transfer:
@@ -58,41 +60,41 @@ class Link(Protocol):
         """Post the receives of new tensors, which may be used after :meth:`Transfer.wait`."""
 
     def abort(self) -> None:
-        """End transfers that have not run. This may block, also because of a transfer of another link."""
+        """End transfers that have not run. This may block, also because of a transfer of another communicator."""
 
 
 class Route(NamedTuple):
-    """The ranks of two processes and the tag of a channel between them."""
+    """The ranks of two processes and a channel between them."""
 
     source: int
     target: int
-    tag: int
+    channel: int
 
 
-class Links:
-    """The links of one process. They are opened one after another, and aborted together.
+class Communicators:
+    """The communicators of one process. They are opened one after another, and aborted together.
 
-    An abort of a link may block: ncclCommAbort waits for the device, on which the transfer of another link may spin. So
-    each link is aborted on a separate thread, and only :meth:`close` waits for these threads.
+    An abort may block: ncclCommAbort waits for the device, on which the transfer of another communicator may spin. So
+    each communicator is aborted on a separate thread, and only :meth:`close` waits for these threads.
     """
 
     def __init__(self) -> None:
-        self.links: dict[Route, Link] = {}
+        self.by_route: dict[Route, Communicator] = {}
         self.has_failed_peer: Callable[[], bool] = lambda: False
         """Returns whether a process that sends to this process has failed. A wait for a transfer then ends."""
         self._lock = threading.Lock()
         self._is_aborted = False
         self._aborts: list[threading.Thread] = []
 
-    def add(self, route: Route, link: Link) -> None:
-        """Add a link that will be connected next.
+    def add(self, route: Route, communicator: Communicator) -> None:
+        """Add a communicator that will be connected next.
 
         Raises:
-            PeerFailed: If the links have been aborted.
+            PeerFailed: If the communicators have been aborted.
         """
         with self._lock:
             if not self._is_aborted:
-                self.links[route] = link
+                self.by_route[route] = communicator
                 return
         raise given_up()
 
@@ -106,16 +108,16 @@ class Links:
             if self._is_aborted:
                 return
             self._is_aborted = True
-            for link in self.links.values():
-                self._start_abort(link)
+            for communicator in self.by_route.values():
+                self._start_abort(communicator)
 
-    def abort_late(self, link: Link) -> None:
-        """Abort a link again, because it may not have had a communicator when all links were aborted."""
+    def abort_late(self, communicator: Communicator) -> None:
+        """Abort a communicator again, because it may not have been connected when all communicators were aborted."""
         with self._lock:
-            self._start_abort(link)
+            self._start_abort(communicator)
 
-    def _start_abort(self, link: Link) -> None:
-        thread = threading.Thread(target=_abort, args=(link,), name="relay-abort", daemon=True)
+    def _start_abort(self, communicator: Communicator) -> None:
+        thread = threading.Thread(target=_abort, args=(communicator,), name="relay-abort", daemon=True)
         thread.start()
         self._aborts.append(thread)
 
@@ -128,7 +130,7 @@ class Links:
             aborts, self._aborts = self._aborts, []
         for thread in aborts:
             thread.join(max(deadline - time.monotonic(), 0))
-        self.links.clear()
+        self.by_route.clear()
 
 
 def given_up() -> PeerFailed:
@@ -141,12 +143,12 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1).view(torch.uint8)
 
 
-def _abort(link: Link) -> None:
+def _abort(communicator: Communicator) -> None:
     with suppress(RuntimeError):  # the communicator reports again the failure for which it is aborted
-        link.abort()
+        communicator.abort()
 
 
-def num_links(rank: int, routes: Iterable[Route]) -> int:
+def num_communicators(rank: int, routes: Iterable[Route]) -> int:
     """Return the number of routes from or to a process."""
     return sum(rank in (route.source, route.target) for route in routes)
 
@@ -163,41 +165,39 @@ def routes_of(rank_of: Sequence[int], ties: Iterable[Tie]) -> list[Route]:
     routes = []
     for e, (source, target) in enumerate(pairwise(ends)):
         if source != target:
-            tag = EDGE_TAG + 2 * e
-            routes += [Route(source, target, tag), Route(target, source, tag)]
+            routes += [Route(source, target, FIRST_EDGE + e), Route(target, source, FIRST_EDGE + e)]
     for owner, copy in pairs_of(ties):
-        routes += [Route(copy, owner, GRADIENT_TAG), Route(owner, copy, VALUE_TAG)]
+        routes += [Route(copy, owner, TIED_GRADIENTS), Route(owner, copy, TIED_VALUES)]
     return routes
 
 
 class DeviceSender(Sender):
-    """Sends values to one peer over a link; :class:`DeviceReceiver` receives them.
+    """Sends values to one peer over a communicator; :class:`DeviceReceiver` receives them.
 
     Args:
-        group: A process group for headers and layouts.
+        link: The link with the peer, for headers and layouts.
         route: From this process to the peer.
-        link: Carries the payloads.
+        communicator: Carries the payloads.
         device: The device of this process.
         wait: Runs a function that blocks until values have arrived.
     """
 
     small_bytes = 0
 
-    def __init__(self, group: ProcessGroup, route: Route, link: Link, device: torch.device, wait: Wait) -> None:
-        super().__init__(group, route.target, tag=route.tag, wait=wait)
-        self._route, self._link, self._device = route, link, device
+    def __init__(self, link: Link, route: Route, communicator: Communicator, device: torch.device, wait: Wait) -> None:
+        super().__init__(link, route.channel, wait=wait)
+        self._route, self._communicator, self._device = route, communicator, device
 
     def send(self, value: Any, pass_number: int, microbatch: int, *, keep: int | None = None) -> bool:
         self.release_sent()
         known, tensors, description = self._look_up(value)
         payload = [self._contiguous(tensor) for tensor in tensors if tensor.numel()]
         message = self._message(known)
-        message.write_header(known.number, pass_number, microbatch, len(description))
-        works = [unprofiled(self._post, [message.tensor], self._peer, self._tag)]
-        others = [as_message(description)] if description else []
-        works += [unprofiled(self._post, [tensor], self._peer, self._tag + 1) for tensor in others]
-        transfer = self._link.send(payload) if payload else None
-        self._under_way.append(Sent(works, message, others, known, transfer))
+        message.write_header(known.number, self._channel, pass_number, microbatch, len(description))
+        contents = [as_message(description)] if description else []
+        works = self._link.send(message.tensor, contents)
+        transfer = self._communicator.send(payload) if payload else None
+        self._under_way.append(Sent(works, message, contents, known, transfer))
         self._bytes_under_way += known.layout.total_bytes
         self._num_not_copied += bool(payload)
         if keep is not None:
@@ -282,18 +282,19 @@ class DeviceReceiver(Receiver):
     """Receives the values of one :class:`DeviceSender`, in order.
 
     Args:
-        group: As for the sender.
+        link: As for the sender.
         route: From the peer to this process.
-        link: Carries the payloads.
+        communicator: Carries the payloads.
         device: The device of this process.
         wait: Runs a function that blocks until a header has arrived.
     """
 
     small_bytes = 0
+    has_content = False
 
-    def __init__(self, group: ProcessGroup, route: Route, link: Link, device: torch.device, wait: Wait) -> None:
-        super().__init__(group, route.source, device=device, tag=route.tag, wait=wait)
-        self._link = link
+    def __init__(self, link: Link, route: Route, communicator: Communicator, device: torch.device, wait: Wait) -> None:
+        super().__init__(link, route.channel, device=device, wait=wait)
+        self._communicator = communicator
 
     def begin(self, pass_number: int, microbatch: int) -> Arriving:
         """Wait for the header of the next value, and post the receives of its tensors.
@@ -301,70 +302,68 @@ class DeviceReceiver(Receiver):
         Computation after :meth:`Arriving.value` waits until they have arrived. For the errors see
         :meth:`Receiver.receive`.
         """
-        layout = self._next_layout(pass_number, microbatch)
+        layout, tensors = self._next(pass_number, microbatch)
         transfer: Transfer | None = None
-        if layout.is_small:  # no tensor has elements
-            tensors = self._arrived(layout)
-        else:
-            received, transfer = self._link.receive([each for each in layout.tensors if 0 not in each.shape])
+        if tensors is None:  # else no tensor has elements
+            received, transfer = self._communicator.receive([each for each in layout.tensors if 0 not in each.shape])
             ahead = iter(received)
             tensors = [
                 torch.empty(each.shape, dtype=each.dtype, device=self._device) if 0 in each.shape else next(ahead)
                 for each in layout.tensors
             ]
-        self._end_message()
         return _Posted(layout, tensors, transfer)
 
     def receive(self, pass_number: int, microbatch: int) -> Any:
         return self.begin(pass_number, microbatch).value()
 
 
+def _has_failed_peer(links: Links) -> bool:
+    return any(link.has_failed_peer for link in list(links.values()))
+
+
 class DeviceTransport:
     """Sends payloads from device to device.
 
     Args:
-        group: The data plane, for headers and layouts.
+        links: The links with other processes, for headers and layouts.
         rank: The rank of this process.
         device: The device of this process.
-        links: The links of this process.
+        communicators: The communicators of this process.
         wait: Runs a function that blocks until values have arrived.
     """
 
     is_ordered = True
 
-    def __init__(self, group: ProcessGroup, rank: int, device: torch.device, links: Links, wait: Wait) -> None:
-        self._group, self._rank, self._device, self._links, self._wait = group, rank, device, links, wait
+    def __init__(self, links: Links, rank: int, device: torch.device, communicators: Communicators, wait: Wait) -> None:
+        self._links, self._rank, self._device, self._wait = links, rank, device, wait
+        self._communicators = communicators
         self._senders: list[DeviceSender] = []
-        self._receivers: list[Receiver] = []
-        links.has_failed_peer = self._has_failed_peer
+        communicators.has_failed_peer = partial(_has_failed_peer, links)
 
-    def _has_failed_peer(self) -> bool:
-        return any(receiver.has_failed_peer for receiver in self._receivers)
-
-    def sender(self, peer: int, tag: int) -> Sender:
-        route = Route(self._rank, peer, tag)
-        self._senders.append(DeviceSender(self._group, route, self._links.links[route], self._device, self._wait))
+    def sender(self, peer: int, channel: int) -> Sender:
+        route = Route(self._rank, peer, channel)
+        communicator = self._communicators.by_route[route]
+        self._senders.append(DeviceSender(self._links[peer], route, communicator, self._device, self._wait))
         return self._senders[-1]
 
-    def receiver(self, peer: int, tag: int) -> Receiver:
-        route = Route(peer, self._rank, tag)
-        self._receivers.append(DeviceReceiver(self._group, route, self._links.links[route], self._device, self._wait))
-        return self._receivers[-1]
+    def receiver(self, peer: int, channel: int) -> Receiver:
+        route = Route(peer, self._rank, channel)
+        communicator = self._communicators.by_route[route]
+        return DeviceReceiver(self._links[peer], route, communicator, self._device, self._wait)
 
     def fail(self) -> None:
         for sender in self._senders:
             sender.fail()
-        self._links.abort()
+        self._communicators.abort()
 
     def abort(self) -> None:
-        self._links.abort()
+        self._communicators.abort()
 
     def release_sent(self) -> None:
         for sender in self._senders:
-            if not self._links.is_given_up():
+            if not self._communicators.is_given_up():
                 sender.release_sent()
 
     def close(self) -> None:
         self._senders.clear()
-        self._receivers.clear()
-        self._links.close()
+        self._communicators.close()

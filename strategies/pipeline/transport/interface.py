@@ -10,14 +10,13 @@ RPC workers that the user started have no gloo connections: RPC calls carry all 
 from typing import Any, Protocol
 
 import torch
-from torch.distributed import ProcessGroup
 
 from strategies.common.waiting import Wait
-from strategies.pipeline.transport.channel import Arrived, Arriving, Receiver, Sender
+from strategies.pipeline.transport.link import Arrived, Arriving, Links, Receiver, Sender
 
 
 class OutChannel(Protocol):
-    """Sends values to one peer; see :class:`~strategies.pipeline.transport.channel.Sender`."""
+    """Sends values on one channel to one peer; see :class:`~strategies.pipeline.transport.link.Sender`."""
 
     def send(self, value: Any, pass_number: int, microbatch: int, *, keep: int | None = None) -> bool:
         """Send a value. Returns whether a tensor of it requires a gradient, which the receiver will return."""
@@ -30,7 +29,7 @@ class OutChannel(Protocol):
 
 
 class InChannel(Protocol):
-    """Receives the values of one peer; see :class:`~strategies.pipeline.transport.channel.Receiver`."""
+    """Receives the values of one channel from one peer; see :class:`~strategies.pipeline.transport.link.Receiver`."""
 
     def begin(self, pass_number: int, microbatch: int) -> Arriving:
         """Begin to receive the value of a pass and a micro-batch. By default, wait for it."""
@@ -41,7 +40,7 @@ class InChannel(Protocol):
 
 
 class Transport(Protocol):
-    """One process's part of the data plane. It opens channels, each of which has one direction and a tag.
+    """One process's part of the data plane. It opens the channels of the links with other processes.
 
     Attributes:
         is_ordered: Whether sends and receives run in the order in which they are posted, so that all processes must
@@ -50,10 +49,10 @@ class Transport(Protocol):
 
     is_ordered: bool
 
-    def sender(self, peer: int, tag: int) -> OutChannel:
+    def sender(self, peer: int, channel: int) -> OutChannel:
         """Open a channel to a rank."""
 
-    def receiver(self, peer: int, tag: int) -> InChannel:
+    def receiver(self, peer: int, channel: int) -> InChannel:
         """Open a channel from a rank."""
 
     def fail(self) -> None:
@@ -98,23 +97,23 @@ class HostTransport:
     """Sends payloads over gloo, through host memory.
 
     Args:
-        group: The data plane.
+        links: The links with other processes.
         device: The device of received tensors.
         wait: Runs a function that blocks until values have arrived.
     """
 
     is_ordered = False
 
-    def __init__(self, group: ProcessGroup, device: torch.device, wait: Wait) -> None:
-        self._group, self._device, self._wait = group, device, wait
+    def __init__(self, links: Links, device: torch.device, wait: Wait) -> None:
+        self._links, self._device, self._wait = links, device, wait
         self._senders: list[Sender] = []
 
-    def sender(self, peer: int, tag: int) -> Sender:
-        self._senders.append(Sender(self._group, peer, tag=tag, wait=self._wait))
+    def sender(self, peer: int, channel: int) -> Sender:
+        self._senders.append(Sender(self._links[peer], channel, wait=self._wait))
         return self._senders[-1]
 
-    def receiver(self, peer: int, tag: int) -> Receiver:
-        return Receiver(self._group, peer, device=self._device, tag=tag, wait=self._wait)
+    def receiver(self, peer: int, channel: int) -> Receiver:
+        return Receiver(self._links[peer], channel, device=self._device, wait=self._wait)
 
     def fail(self) -> None:
         for sender in self._senders:

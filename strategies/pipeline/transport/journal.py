@@ -44,7 +44,7 @@ class Message:
     Attributes:
         way: Whether this process has sent or received it.
         peer: The rank of the other process; :data:`SAME_STAGE` for the same stage of other pipelines.
-        tag: The tag of the channel.
+        channel: The channel.
         number: The pass; 0 for values that are exchanged with other pipelines.
         microbatch: The micro-batch; 0 for these values.
         fingerprint: See :func:`fingerprint`.
@@ -52,7 +52,7 @@ class Message:
 
     way: Way
     peer: int
-    tag: int
+    channel: int
     number: int
     microbatch: int
     fingerprint: Fingerprint
@@ -102,46 +102,48 @@ class JournaledTransport(AroundTransport):
         messages, self._messages = self._messages, None
         return messages
 
-    def note(self, way: Way, peer: int, tag: int, number: int, m: int, value: Any) -> None:
+    def note(self, way: Way, peer: int, channel: int, number: int, m: int, value: Any) -> None:
         """Add a value that a channel carries, if there is a journal."""
         if self._messages is not None:
-            self._messages.append(Message(way, peer, tag, number, m, fingerprint(value)))
+            self._messages.append(Message(way, peer, channel, number, m, fingerprint(value)))
 
     def note_exchange(self, way: Way, value: Any) -> None:
         """Add a value that this process gives to or gets from the same stage of other pipelines."""
         self.note(way, SAME_STAGE, 0, 0, 0, value)
 
-    def sender(self, peer: int, tag: int) -> "JournaledSender":
-        if (peer, tag) not in self._senders:
-            self._senders[peer, tag] = JournaledSender(self, self._transport.sender(peer, tag), peer, tag)
-        return self._senders[peer, tag]
+    def sender(self, peer: int, channel: int) -> "JournaledSender":
+        if (peer, channel) not in self._senders:
+            self._senders[peer, channel] = JournaledSender(self, self._transport.sender(peer, channel), peer, channel)
+        return self._senders[peer, channel]
 
-    def receiver(self, peer: int, tag: int) -> "JournaledReceiver":
-        if (peer, tag) not in self._receivers:
-            self._receivers[peer, tag] = JournaledReceiver(self, self._transport.receiver(peer, tag), peer, tag)
-        return self._receivers[peer, tag]
+    def receiver(self, peer: int, channel: int) -> "JournaledReceiver":
+        if (peer, channel) not in self._receivers:
+            self._receivers[peer, channel] = JournaledReceiver(
+                self, self._transport.receiver(peer, channel), peer, channel
+            )
+        return self._receivers[peer, channel]
 
 
 class JournaledSender:
     """Sends values to one peer; see :class:`~strategies.pipeline.transport.interface.OutChannel`."""
 
-    def __init__(self, journal: JournaledTransport, channel: OutChannel, peer: int, tag: int) -> None:
-        self._journal, self.channel, self._peer, self._tag = journal, channel, peer, tag
-        self.release: Callable[..., None] = channel.release
-        self.flush: Callable[..., None] = channel.flush
+    def __init__(self, journal: JournaledTransport, sender: OutChannel, peer: int, channel: int) -> None:
+        self._journal, self.inner, self._peer, self._channel = journal, sender, peer, channel
+        self.release: Callable[..., None] = sender.release
+        self.flush: Callable[..., None] = sender.flush
 
     def send(self, value: Any, pass_number: int, microbatch: int, *, keep: int | None = None) -> bool:
-        self._journal.note("sent", self._peer, self._tag, pass_number, microbatch, value)
-        return self.channel.send(value, pass_number, microbatch, keep=keep)
+        self._journal.note("sent", self._peer, self._channel, pass_number, microbatch, value)
+        return self.inner.send(value, pass_number, microbatch, keep=keep)
 
 
 class JournaledReceiver(InChannel):
     """Receives the values of one peer; see :class:`~strategies.pipeline.transport.interface.InChannel`."""
 
-    def __init__(self, journal: JournaledTransport, channel: InChannel, peer: int, tag: int) -> None:
-        self._journal, self.channel, self._peer, self._tag = journal, channel, peer, tag
+    def __init__(self, journal: JournaledTransport, receiver: InChannel, peer: int, channel: int) -> None:
+        self._journal, self.inner, self._peer, self._channel = journal, receiver, peer, channel
 
     def receive(self, pass_number: int, microbatch: int) -> Any:
-        value = self.channel.receive(pass_number, microbatch)
-        self._journal.note("received", self._peer, self._tag, pass_number, microbatch, value)
+        value = self.inner.receive(pass_number, microbatch)
+        self._journal.note("received", self._peer, self._channel, pass_number, microbatch, value)
         return value

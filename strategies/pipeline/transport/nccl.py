@@ -1,4 +1,4 @@
-"""Links between GPUs: one NCCL communicator and stream for each direction of each edge.
+"""Communicators between GPUs: one NCCL communicator and stream for each direction of each edge.
 
 No part of this module has run on a GPU yet. ``docs/gpu.md`` says how to run it and what to expect.
 
@@ -16,8 +16,8 @@ from torch.distributed import PrefixStore, Store
 
 from strategies.common.torch_compat import nccl_backend
 from strategies.common.trees import TensorLayout
-from strategies.pipeline.transport.channel import Transfer
-from strategies.pipeline.transport.device import Links, Route, bytes_of, given_up
+from strategies.pipeline.transport.device import Communicators, Route, bytes_of, given_up
+from strategies.pipeline.transport.link import Transfer
 
 _LOOK_SECONDS = 5e-5
 """How often a blocked process checks whether a transfer has run. A wait within CUDA could not be interrupted."""
@@ -39,8 +39,8 @@ class NcclTransfer:
     Args:
         works: The sends or receives.
         tensors: The tensors that they read or write.
-        are_new: Whether the tensors are new, allocated on the stream of the link.
-        given_up: Returns whether the links of this process have been aborted, or another process has failed.
+        are_new: Whether the tensors are new, allocated on the stream of the communicator.
+        given_up: Returns whether the communicators of this process have been aborted, or another process has failed.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class NcclTransfer:
         for work in self._works:
             work.wait()  # makes the current stream wait, not the CPU
         if self._are_new:
-            for tensor in self._tensors:  # the link must not reuse their memory before this stream is done
+            for tensor in self._tensors:  # the communicator must not reuse their memory before this stream is done
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
     def synchronize(self) -> None:
@@ -68,14 +68,14 @@ class NcclTransfer:
         return self._given_up() or all(work.is_completed() for work in self._works)
 
 
-class NcclLink:
+class NcclCommunicator:
     """One direction between the GPUs of two processes.
 
     Args:
         backend: A communicator of the two processes, whose rank 0 is the source.
         peer: The rank of the other process in ``backend``.
         device: The device of this process.
-        given_up: Returns whether the links of this process have been aborted, or another process has failed.
+        given_up: Returns whether the communicators of this process have been aborted, or another process has failed.
     """
 
     def __init__(self, backend: Any, peer: int, device: torch.device, given_up: Callable[[], bool]) -> None:
@@ -97,8 +97,8 @@ class NcclLink:
         self._backend.abort()
 
 
-class NcclLinks(Links):
-    """The links of a process that has its own GPU. Complete after :meth:`connect`.
+class NcclCommunicators(Communicators):
+    """The communicators of a process that has its own GPU. Complete after :meth:`connect`.
 
     Args:
         rank: The rank of this process.
@@ -117,7 +117,7 @@ class NcclLinks(Links):
             store: The store through which the processes connect.
 
         Raises:
-            PeerFailed: If the links are aborted while they connect.
+            PeerFailed: If the communicators are aborted while they connect.
         """
         with torch.cuda.device(self._device):
             for number, route in enumerate(routes):
@@ -125,13 +125,13 @@ class NcclLinks(Links):
                     continue
                 own = int(self._rank == route.target)
                 backend = nccl_backend(PrefixStore(f"{number}", store), own, 2)
-                link = NcclLink(backend, 1 - own, self._device, self.is_given_up)
-                self.add(route, link)
+                communicator = NcclCommunicator(backend, 1 - own, self._device, self.is_given_up)
+                self.add(route, communicator)
                 backend.eager_connect_single_device(self._device)
                 if self._is_aborted:  # perhaps before there was a communicator to abort
-                    self.abort_late(link)
+                    self.abort_late(communicator)
                     raise given_up()
                 first = torch.zeros(1, dtype=torch.uint8, device=self._device)
                 described = TensorLayout((1,), torch.uint8, False)
-                transfer = link.receive([described])[1] if own else link.send([first])
+                transfer = communicator.receive([described])[1] if own else communicator.send([first])
                 transfer.synchronize()

@@ -12,13 +12,14 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 
 import torch
-from torch.distributed import ProcessGroup, Store
+from torch.distributed import Store
 
 from strategies.common.waiting import Wait
 from strategies.pipeline.transport.device import DeviceTransport, Route
 from strategies.pipeline.transport.interface import HostTransport, Transport
-from strategies.pipeline.transport.nccl import NcclLinks
-from strategies.pipeline.transport.simulated import SimulatedLinks
+from strategies.pipeline.transport.link import Links
+from strategies.pipeline.transport.nccl import NcclCommunicators
+from strategies.pipeline.transport.simulated import SimulatedCommunicators
 
 AUTO, GLOO, NCCL, SIMULATED, SERIAL = "auto", "gloo", "nccl", "simulated", "simulated-serial"
 
@@ -72,7 +73,7 @@ def chosen_plane(plane: str, devices: Sequence[torch.device], hosts: Sequence[Ha
 
 def open_transport(
     plane: str,
-    group: ProcessGroup,
+    links: Links,
     rank: int,
     device: torch.device,
     routes: Sequence[Route],
@@ -83,7 +84,7 @@ def open_transport(
 
     Args:
         plane: A result of :func:`chosen_plane`.
-        group: Connects the processes over gloo.
+        links: The links of this process with other processes.
         rank: The rank of this process.
         device: The device of this process.
         routes: The routes over which processes exchange payloads, the same in all processes.
@@ -91,14 +92,14 @@ def open_transport(
         store: Returns the store through which the processes connect.
     """
     if plane == GLOO:
-        return HostTransport(group, device, wait)
+        return HostTransport(links, device, wait)
     if plane == NCCL:
-        links = NcclLinks(rank, device)
+        communicators = NcclCommunicators(rank, device)
         try:
-            wait(partial(links.connect, routes, store()))
+            wait(partial(communicators.connect, routes, store()))
         except BaseException:  # including Ctrl-C: another thread may still wait within NCCL
-            links.abort()
+            communicators.abort()
             raise
-        return DeviceTransport(group, rank, device, links, wait)
-    simulated = SimulatedLinks(group, rank, routes, wait, one_at_a_time=plane == SERIAL)
-    return DeviceTransport(group, rank, device, simulated, wait)
+        return DeviceTransport(links, rank, device, communicators, wait)
+    simulated = SimulatedCommunicators(links.group, rank, routes, wait, one_at_a_time=plane == SERIAL)
+    return DeviceTransport(links, rank, device, simulated, wait)

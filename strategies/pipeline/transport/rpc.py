@@ -27,7 +27,7 @@ from strategies.pipeline.transport.interface import InChannel
 class MessageKey(NamedTuple):
     """Identifies a message: its channel, pass and micro-batch."""
 
-    tag: int
+    channel: int
     number: int
     microbatch: int
 
@@ -84,17 +84,17 @@ class RpcSender:
 
     Args:
         inbox: The ``RRef`` to the inbox.
-        tag: Distinguishes channels that end in the same inbox.
+        channel: Distinguishes channels that end in the same inbox.
     """
 
-    def __init__(self, inbox: Any, tag: int) -> None:
-        self._inbox, self._tag = inbox, tag
+    def __init__(self, inbox: Any, channel: int) -> None:
+        self._inbox, self._channel = inbox, channel
         self._under_way: deque[Any] = deque()
 
     def send(self, value: Any, pass_number: int, microbatch: int, *, keep: int | None = None) -> bool:
         flags = [tensor.requires_grad for tensor in tensors_in(value)]
         message = (tree_map_only(Tensor, lambda tensor: tensor.detach(), value), flags)
-        key = MessageKey(self._tag, pass_number, microbatch)
+        key = MessageKey(self._channel, pass_number, microbatch)
         if self._inbox.is_owner():
             deliver(self._inbox, key, message)
         else:
@@ -123,16 +123,16 @@ class RpcReceiver(InChannel):
 
     Args:
         inbox: The inbox.
-        tag: The sender's tag.
+        channel: The sender's channel.
         device: The device of received tensors.
         wait: Runs a function that blocks until a value has arrived.
     """
 
-    def __init__(self, inbox: Inbox, tag: int, device: torch.device, wait: Wait) -> None:
-        self._inbox, self._tag, self._device, self._wait = inbox, tag, device, wait
+    def __init__(self, inbox: Inbox, channel: int, device: torch.device, wait: Wait) -> None:
+        self._inbox, self._channel, self._device, self._wait = inbox, channel, device, wait
 
     def receive(self, pass_number: int, microbatch: int) -> Any:
-        key = MessageKey(self._tag, pass_number, microbatch)
+        key = MessageKey(self._channel, pass_number, microbatch)
         value, flags = self._wait(partial(self._inbox.take, key))
         ahead = iter(flags)
         return tree_map_only(Tensor, lambda t: t.detach().to(self._device).requires_grad_(next(ahead)), value)
@@ -155,11 +155,11 @@ class RpcTransport:
         self.inbox: Inbox = self._inboxes[rank].local_value()
         """The inbox of this process."""
 
-    def sender(self, peer: int, tag: int) -> RpcSender:
-        return RpcSender(self._inboxes[peer], tag)
+    def sender(self, peer: int, channel: int) -> RpcSender:
+        return RpcSender(self._inboxes[peer], channel)
 
-    def receiver(self, peer: int, tag: int) -> RpcReceiver:
-        return RpcReceiver(self.inbox, tag, self._device, self._wait)
+    def receiver(self, peer: int, channel: int) -> RpcReceiver:
+        return RpcReceiver(self.inbox, channel, self._device, self._wait)
 
     def give_up(self, number: int) -> None:
         """End every wait for messages of a pass, in all processes."""

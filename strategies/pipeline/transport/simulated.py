@@ -1,8 +1,9 @@
-"""Simulated links with the rules of NCCL: run the code of the device plane on CPUs, where misuse is an error.
+"""Simulated communicators with the rules of NCCL: run the code of the device plane on CPUs, where misuse is an error.
 
-- A link does not buffer: a send ends when its receive runs (gloo sends a message when its receive has been posted).
-- Transfers of a link run in the order of posting, in parallel with computation: each link has a thread in place of a
-  stream.
+- A communicator does not buffer: a send ends when its receive runs (gloo sends a message when its receive has been
+  posted).
+- Transfers of a communicator run in the order of posting, in parallel with computation: each communicator has a thread
+  in place of a stream.
 - The tensors of a receive have no values until the process has waited for the transfer: they contain NaN, ``True``, or
   the largest integer, which is not an index. Changing them before that is an error, because the transfer overwrites
   the change.
@@ -28,11 +29,11 @@ from torch.distributed import ProcessGroup
 from strategies.common.torch_compat import cpu_backend, storage_key, timeout_of
 from strategies.common.trees import TensorLayout
 from strategies.common.waiting import Wait
-from strategies.pipeline.transport.channel import Transfer, unprofiled
-from strategies.pipeline.transport.device import Links, Route, bytes_of, given_up
+from strategies.pipeline.transport.device import Communicators, Route, bytes_of, given_up
+from strategies.pipeline.transport.link import Transfer, unprofiled
 
 _FIRST_TAG = 1000
-"""Payloads of a channel have its tag plus this number."""
+"""Payloads of a channel have this tag plus its number."""
 
 _LOOK_SECONDS = 0.05
 """How often a wait for a transfer checks whether another process has failed and so never posts its part."""
@@ -71,22 +72,24 @@ class SimulatedTransfer:
     Args:
         run: Moves the tensors. Called on the thread of a stream.
         end: Called by the thread that waits for the transfer, when the transfer has run.
-        links: All links of this process.
+        communicators: All communicators of this process.
         name: A description of the transfer for messages.
     """
 
-    def __init__(self, run: Callable[[], None], end: Callable[[], None], links: "SimulatedLinks", name: str) -> None:
-        self._run, self._links, self._name = run, links, name
+    def __init__(
+        self, run: Callable[[], None], end: Callable[[], None], communicators: "SimulatedCommunicators", name: str
+    ) -> None:
+        self._run, self._communicators, self._name = run, communicators, name
         self._end: Callable[[], None] | None = end
         self._has_run = threading.Event()
         self._error: BaseException | None = None
 
     def __del__(self) -> None:
         if self._end is not None and self._error is None:
-            self._links.dropped.append(self._name)
+            self._communicators.dropped.append(self._name)
 
     def run(self) -> None:
-        """Run the transfer, on the thread of its link."""
+        """Run the transfer, on the thread of its communicator."""
         try:
             self._run()
         except BaseException as error:  # an error of the connection; the waiting thread raises it
@@ -107,11 +110,11 @@ class SimulatedTransfer:
     def let_run(self) -> None:
         """Wait until the transfer has run, without using its results."""
         if not self._has_run.is_set():
-            self._links.wait(self._block)
+            self._communicators.wait(self._block)
 
     def _block(self) -> None:
         while not self._has_run.wait(_LOOK_SECONDS):
-            if self._links.is_given_up():
+            if self._communicators.is_given_up():
                 self.abort()
 
     def wait(self) -> None:
@@ -126,24 +129,24 @@ class SimulatedTransfer:
         if self._error is not None:
             raise self._error
         end, self._end = self._end, None
-        if end is not None:  # it refers to the tensors, and links keep a transfer longer than its receiver does
+        if end is not None:  # it refers to the tensors, and communicators keep a transfer longer than its receiver does
             end()
 
 
-class SimulatedLink:
+class SimulatedCommunicator:
     """One direction between two processes.
 
     Args:
         group: The data plane.
         route: From one process to the other.
         rank: This process.
-        links: All links of this process.
+        communicators: All communicators of this process.
     """
 
-    def __init__(self, group: ProcessGroup, route: Route, rank: int, links: "SimulatedLinks") -> None:
+    def __init__(self, group: ProcessGroup, route: Route, rank: int, communicators: "SimulatedCommunicators") -> None:
         self._backend, self._timeout, self._route = cpu_backend(group), timeout_of(group), route
         self._peer = route.target if rank == route.source else route.source
-        self._tag, self._links, self._stream = _FIRST_TAG + route.tag, links, links.stream()
+        self._tag, self._communicators, self._stream = _FIRST_TAG + route.channel, communicators, communicators.stream()
         self._lock = threading.Lock()
         self._under_way = WeakSet[SimulatedTransfer]()  # a stream refers to a transfer until it has run
 
@@ -161,21 +164,21 @@ class SimulatedLink:
         arrived = [torch.empty_like(bytes_of(tensor)) for tensor in tensors]
         run = partial(self._move, self._backend.recv, arrived)
         places = [storage_key(tensor) for tensor in tensors]
-        self._links.arriving.update(places)
+        self._communicators.arriving.update(places)
         return tensors, self._posted(run, partial(self._arrive, tensors, arrived, places), "receive")
 
     def _posted(self, run: Callable[[], None], end: Callable[[], None], way: str) -> Transfer:
-        if self._links.dropped and not self._links.is_given_up():
+        if self._communicators.dropped and not self._communicators.is_given_up():
             raise RuntimeError(
-                f"{', '.join(self._links.dropped)}: dropped without a wait, so the memory of its tensors could be "
-                "reused while the transfer runs. Call wait() or synchronize() of each transfer."
+                f"{', '.join(self._communicators.dropped)}: dropped without a wait, so the memory of its tensors could "
+                "be reused while the transfer runs. Call wait() or synchronize() of each transfer."
             )
         name = f"{way} of stage {self._route.source} to stage {self._route.target}"
-        transfer = SimulatedTransfer(run, end, self._links, name)
+        transfer = SimulatedTransfer(run, end, self._communicators, name)
         with self._lock:
             self._under_way.add(transfer)
         self._stream.run(transfer.run)
-        if self._links.one_at_a_time:
+        if self._communicators.one_at_a_time:
             transfer.let_run()
         return transfer
 
@@ -197,7 +200,7 @@ class SimulatedLink:
             raise ValueError(f"{what} whose values are not contiguous in memory. Send tensor.contiguous().")
         if not tensor.numel():
             raise ValueError(f"{what} that has no elements: both ends must leave such a transfer out.")
-        if storage_key(tensor) in self._links.arriving:
+        if storage_key(tensor) in self._communicators.arriving:
             raise RuntimeError(
                 f"{what} that a receive still writes: wait for the receive first, or stage {self._route.target} gets "
                 "wrong values."
@@ -212,7 +215,7 @@ class SimulatedLink:
                     f"{self._route.source} was changed before the wait for it; the transfer overwrites the change."
                 )
         _fill(tensors, arrived)
-        self._links.arriving.difference_update(places)
+        self._communicators.arriving.difference_update(places)
 
     def _check_unchanged(self, tensors: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
         for tensor, bytes_sent in zip(tensors, sent, strict=True):
@@ -224,8 +227,8 @@ class SimulatedLink:
                 )
 
 
-class SimulatedLinks(Links):
-    """The links of a process without a GPU.
+class SimulatedCommunicators(Communicators):
+    """The communicators of a process without a GPU.
 
     Args:
         group: The data plane.
@@ -247,10 +250,10 @@ class SimulatedLinks(Links):
         self._streams: list[_Stream] = []
         for route in routes:
             if rank in (route.source, route.target):
-                self.add(route, SimulatedLink(group, route, rank, self))
+                self.add(route, SimulatedCommunicator(group, route, rank, self))
 
     def stream(self) -> _Stream:
-        """Return the stream of a new link."""
+        """Return the stream of a new communicator."""
         if not (self._streams and self.one_at_a_time):
             self._streams.append(_Stream())
         return self._streams[-1]

@@ -8,38 +8,31 @@ from functools import partial
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.distributed import ProcessGroup
 
-from strategies.common.torch_compat import timeout_of
 from strategies.common.waiting import Wait
-from strategies.pipeline.transport.channel import NO_LIMIT, unprofiled
-
-_TAG = 8
+from strategies.pipeline.transport.link import NO_LIMIT, Link
 
 
-def send_storages(storages: list[UntypedStorage], group: ProcessGroup, peer: int, wait: Wait) -> None:
+def send_storages(storages: list[UntypedStorage], link: Link, wait: Wait) -> None:
     """Send the values of storages. Removes each storage from the list, so that the list does not keep its memory.
 
     Args:
         storages: The storages, on any device.
-        group: The data plane.
-        peer: The receiver's rank.
+        link: The link with the worker.
         wait: Runs a function that blocks until values have arrived.
     """
     while storages:
         message = as_bytes(storages.pop(0)).cpu()
-        work = unprofiled(group.send, [message], peer, _TAG)
-        wait(partial(work.wait, timeout_of(group)))
+        wait(partial(link.send_memory(message).wait, link.timeout))
 
 
-def receive_storages(storages: Sequence[UntypedStorage], group: ProcessGroup, peer: int, wait: Wait) -> None:
+def receive_storages(storages: Sequence[UntypedStorage], link: Link, wait: Wait) -> None:
     """Receive the values of storages of the same sizes, on the CPU; see :func:`send_storages`.
 
     There is no time-out, because the sender may serve other stages first. The wait ends if the sender ends.
     """
     for storage in storages:
-        work = unprofiled(group.recv, [as_bytes(storage)], peer, _TAG)
-        wait(partial(work.wait, NO_LIMIT))
+        wait(partial(link.receive_memory(as_bytes(storage)).wait, NO_LIMIT))
 
 
 def as_bytes(storage: UntypedStorage) -> Tensor:

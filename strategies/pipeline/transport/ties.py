@@ -19,9 +19,7 @@ from torch import Tensor, nn
 from strategies.common.stage_layers import StageLayers
 from strategies.common.torch_compat import NormBase, version_of
 from strategies.pipeline.transport.interface import Transport
-
-GRADIENT_TAG, VALUE_TAG = 4, 6
-"""Tags of the channels from copies to owners and back."""
+from strategies.pipeline.transport.link import TIED_GRADIENTS, TIED_VALUES
 
 
 @dataclass(frozen=True)
@@ -127,10 +125,10 @@ class TiedParameters:
                     name = tie.names.get(rank, tie.names[copy])[0]
                     peers, peer = (self._owned, copy) if owner == rank else (self._copied, owner)
                     peers.setdefault(peer, []).append(parameters[name])
-        self._gradients_to = {peer: transport.sender(peer, GRADIENT_TAG) for peer in self._copied}
-        self._gradients_from = {peer: transport.receiver(peer, GRADIENT_TAG) for peer in self._owned}
-        self._values_to = {peer: transport.sender(peer, VALUE_TAG) for peer in self._owned}
-        self._values_from = {peer: transport.receiver(peer, VALUE_TAG) for peer in self._copied}
+        self._gradients_to = {peer: transport.sender(peer, TIED_GRADIENTS) for peer in self._copied}
+        self._gradients_from = {peer: transport.receiver(peer, TIED_GRADIENTS) for peer in self._owned}
+        self._values_to = {peer: transport.sender(peer, TIED_VALUES) for peer in self._owned}
+        self._values_from = {peer: transport.receiver(peer, TIED_VALUES) for peer in self._copied}
 
     @property
     def versions(self) -> list[int]:

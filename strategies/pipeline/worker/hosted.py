@@ -44,8 +44,8 @@ from strategies.pipeline.state.carriers import Carrier, Receive, StageSlots
 from strategies.pipeline.state.held import HeldState
 from strategies.pipeline.state.remote_operations import HeldValues
 from strategies.pipeline.state.stage_state import StageState, differing
-from strategies.pipeline.transport.channel import Receiver
 from strategies.pipeline.transport.journal import Comparison, JournaledTransport, Message, Way
+from strategies.pipeline.transport.link import Receiver
 from strategies.pipeline.transport.slots import SlotAddress
 from strategies.pipeline.transport.ties import TiedParameters
 from strategies.pipeline.worker.setup import StageSetup

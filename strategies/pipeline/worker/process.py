@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup
 
 from strategies.commands.host import Host
 from strategies.common.activity import Activity
@@ -19,10 +18,10 @@ from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.schedule.program import ranks_of
 from strategies.pipeline.stage.edges import Edges
 from strategies.pipeline.state.carriers import Carrier
-from strategies.pipeline.transport.channel import NO_LIMIT, ORDERS_TAG, Receiver
 from strategies.pipeline.transport.device import routes_of
 from strategies.pipeline.transport.interface import Transport
 from strategies.pipeline.transport.journal import JournaledTransport
+from strategies.pipeline.transport.link import NO_LIMIT, ORDERS, Links, Receiver
 from strategies.pipeline.transport.planes import GLOO, NCCL, open_transport
 from strategies.pipeline.transport.storages import receive_storages
 from strategies.pipeline.worker.hosted import HostedStage, taken
@@ -39,15 +38,16 @@ def host(setup: StageSetup, carrier: Carrier, session: Session) -> Host[HostedSt
     """
     rank = setup.index
     activity = Activity(session.note(rank))
-    group = join_data_plane(session, rank)
-    receive = partial(receive_storages, group=group, peer=session.size - 1, wait=activity.idle)
+    links = Links(join_data_plane(session, rank))
+    driver = links[session.size - 1]
+    receive = partial(receive_storages, link=driver, wait=activity.idle)
 
     def create() -> HostedStage:
-        transport = _transport(setup, group, session, activity)
+        transport = _transport(setup, links, session, activity)
         if setup.is_verified:
             transport = JournaledTransport(transport)
         edges = Edges(rank, ranks_of(setup.placement), transport, firsts=setup.placement.firsts)
-        orders = Receiver(group, session.size - 1, device=torch.device("cpu"), tag=ORDERS_TAG, timeout=NO_LIMIT)
+        orders = Receiver(driver, ORDERS, device=torch.device("cpu"), timeout=NO_LIMIT)
         return HostedStage(setup, taken(carrier, activity, receive), edges, activity, orders)
 
     name, next_order = f"stage {rank}", HostedStage.next_order
@@ -63,14 +63,14 @@ def abort_transfers(host: Any) -> None:
     host.local_value().hosted.abort_transfers()
 
 
-def _transport(setup: StageSetup, group: ProcessGroup, session: Session, activity: Activity) -> Transport:
+def _transport(setup: StageSetup, links: Links, session: Session, activity: Activity) -> Transport:
     """Connect the device of a stage to the devices of other stages. All processes do this at the same time."""
     if setup.plane != GLOO:
         activity.doing = "connecting to the devices of other stages"
     with environment_variables(**(variables_of_nccl(session) if setup.plane == NCCL else {})):
         return open_transport(
             setup.plane,
-            group,
+            links,
             setup.index,
             torch.device(setup.device),
             routes_of(ranks_of(setup.placement), setup.ties),

@@ -20,7 +20,7 @@ from strategies.pipeline.optim.optimizers import follow_optimizer
 from strategies.pipeline.recovery.repairs import Recovery
 from strategies.pipeline.recovery.verification import ComputedWrongly
 from strategies.pipeline.stage.layers import PassContext
-from strategies.pipeline.transport.channel import Sender
+from strategies.pipeline.transport.link import Sender
 
 CPU = torch.device("cpu")
 ROWS, WIDTH, CLASSES, MICROBATCHES = 6, 8, 5, 3

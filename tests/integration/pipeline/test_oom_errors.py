@@ -10,7 +10,7 @@ from pytorch_lightning.utilities.memory import is_oom_error
 from torch import Tensor, nn
 
 from strategies import RPCSequentialStrategy
-from strategies.pipeline.transport.simulated import SimulatedLink
+from strategies.pipeline.transport.simulated import SimulatedCommunicator
 
 TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
@@ -43,7 +43,7 @@ class HungryAtReceive(Hungry):
     def forward(self, x: Tensor) -> Tensor:
         self.num_calls += 1
         if self.num_calls == 3:
-            SimulatedLink.receive = self.fail
+            SimulatedCommunicator.receive = self.fail
         return x
 
 

@@ -26,7 +26,7 @@ from strategies.common.transformers_compat import Capture, capturing
 from strategies.pipeline.stage.edges import leaves_of
 from strategies.pipeline.stage.layers import Before
 from strategies.pipeline.stage.microbatch.split import PLAIN, freeze, objects_in, unpack_objects
-from strategies.pipeline.transport.channel import filled
+from strategies.pipeline.transport.link import filled
 
 _CONTAINERS = (dict, list, tuple)
 

@@ -21,7 +21,7 @@ from strategies.pipeline.partition.blocks.expected import ExpectedOutputs, autoc
 from strategies.pipeline.partition.blocks.output import DeferredOutput
 from strategies.pipeline.stage.layers import PassContext, refuse_checkpoint_around
 from strategies.pipeline.stage.microbatch.split import PLAIN, is_object, pack_objects
-from strategies.pipeline.transport.channel import Unusual, structure_of
+from strategies.pipeline.transport.link import Unusual, structure_of
 
 NOT_JOINED = (
     "it does not have one row per sample, or this is not clear, so its values for the micro-batches cannot be joined. "

@@ -24,7 +24,7 @@ from strategies.common.random_seeds import Seeds
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.stage.layers import PassContext
-from strategies.pipeline.transport.simulated import SimulatedLink
+from strategies.pipeline.transport.simulated import SimulatedCommunicator
 
 pytestmark = on_cpus
 
@@ -156,13 +156,13 @@ def is_less(limit: float, seconds: float) -> None:
 
 
 def slow_aborts() -> None:
-    """Lets each abort of a link in this process block for 5 s, as ncclCommAbort can, and then fail."""
+    """Lets each abort of a communicator in this process block for 5 s, as ncclCommAbort can, and then fail."""
 
-    def abort(link: SimulatedLink) -> None:
+    def abort(communicator: SimulatedCommunicator) -> None:
         time.sleep(5)
         raise RuntimeError("NCCL watchdog: timed out")
 
-    SimulatedLink.abort = abort
+    SimulatedCommunicator.abort = abort
 
 
 class Raises(nn.Module):
@@ -203,7 +203,7 @@ def test_the_error_of_a_layer_does_not_wait_for_slow_aborts(place: int, schedule
 
 
 class WaitsForDevice(nn.Module):
-    """In the third micro-batch, waits as for a stream until the links of its process are aborted; says when they are.
+    """In the third micro-batch, waits as for a stream until communicators of its process are aborted; says when.
 
     Nothing else ends that wait: its thread reads no message of another process.
     """
@@ -215,8 +215,8 @@ class WaitsForDevice(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.num_calls += 1
         if self.num_calls == 3:
-            is_aborted, abort = threading.Event(), SimulatedLink.abort
-            SimulatedLink.abort = lambda link: (is_aborted.set(), abort(link))[1]
+            is_aborted, abort = threading.Event(), SimulatedCommunicator.abort
+            SimulatedCommunicator.abort = lambda communicator: (is_aborted.set(), abort(communicator))[1]
             self.file.with_suffix(".waits").touch()
             if is_aborted.wait(20):
                 self.file.write_text(str(time.time()))

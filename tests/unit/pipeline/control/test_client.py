@@ -23,7 +23,7 @@ from strategies.pipeline.control import client
 from strategies.pipeline.control.client import Failures, InterruptibleWait, RemoteStage, leading
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.control.lost_workers import StageProcess
-from strategies.pipeline.transport.channel import ORDERS_TAG, Receiver, Sender
+from strategies.pipeline.transport.link import ORDERS, Link, Receiver, Sender
 
 STAGE = "stage 0 (layers 0 to 1: Linear, ReLU)"
 CLOSED = "EOF: end of file (this error originated at tensorpipe/transport/uv/connection_impl.cc:132)"
@@ -80,7 +80,7 @@ def test_commands_that_can_wait_travel_ahead_of_the_next_one(wire: Wire) -> None
 def test_commands_without_a_result_go_over_the_link_and_calls_of_rpc_have_their_place_there(
     wire: Wire, groups: tuple[ProcessGroup, ProcessGroup]
 ) -> None:
-    remote, receiver = remote_stage(), Receiver(groups[1], 0, device=torch.device("cpu"), tag=ORDERS_TAG)
+    remote, receiver = remote_stage(), Receiver(Link(groups[1], 0), ORDERS, device=torch.device("cpu"))
 
     def orders(number: int) -> list[Any]:
         return [pickle.loads(receiver.receive(0, 0).numpy()) for _ in range(number)]
@@ -88,7 +88,7 @@ def test_commands_without_a_result_go_over_the_link_and_calls_of_rpc_have_their_
     step = ("average_grads", (), {})
     remote.send(StageCommands.average_grads)
     assert wire.sent == [([step], 0)]  # there is no link yet
-    remote.connect(link := Sender(groups[0], 1, tag=ORDERS_TAG))
+    remote.connect(link := Sender(Link(groups[0], 1), ORDERS))
     assert wire.sent[1:] == [()]  # follow
     remote.send(StageCommands.discard, 5)
     remote.send(StageCommands.average_grads)
@@ -106,7 +106,7 @@ def test_what_fails_on_the_link_is_a_failure_and_later_results_are_behind_it(
 ) -> None:
     """Threads of RPC may bring the result of a later call first."""
     remote = remote_stage()
-    remote.connect(Sender(groups[0], 1, tag=ORDERS_TAG))
+    remote.connect(Sender(Link(groups[0], 1), ORDERS))
     failure = Failure.of(KeyError("there"), STAGE, "B2")
     remote.send(StageCommands.average_grads)
     answer = remote.ask(StageCommands.num_kept)

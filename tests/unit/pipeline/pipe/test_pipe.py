@@ -343,7 +343,8 @@ class AddsByObject(nn.Module):
 def test_a_forward_that_is_no_plain_function(last):
     net = nn.Sequential(Forks(tuple), last())
     x = torch.rand(5, 3)
-    assert torch.equal(Pipe(net, chunks=2)(x).local_value(), sum(net[0](x)))
+    # Products of matrices with other numbers of rows may be rounded differently.
+    torch.testing.assert_close(Pipe(net, chunks=2)(x).local_value(), sum(net[0](x)))
 
 
 class NotesPhase(nn.Module):

@@ -17,7 +17,7 @@ from strategies.pipeline.schedule.tables import ActionTable, gpipe, one_f_one_b,
 from strategies.pipeline.stage.edges import Mailbox
 from strategies.pipeline.stage.layers import RECOMPUTE_MODES as MODES
 from strategies.pipeline.stage.layers import is_recomputing
-from strategies.pipeline.transport.channel import Arrived
+from strategies.pipeline.transport.link import Arrived
 
 
 @pytest.fixture(autouse=True)

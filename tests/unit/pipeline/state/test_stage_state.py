@@ -24,6 +24,7 @@ from strategies.pipeline.state.carriers import InSlot
 from strategies.pipeline.state.held import HeldState
 from strategies.pipeline.state.stage_state import StageState
 from strategies.pipeline.transport.interface import HostTransport
+from strategies.pipeline.transport.link import Links
 from strategies.pipeline.transport.slots import Slot, have_slots
 from strategies.pipeline.worker.hosted import HostedStage
 from strategies.pipeline.worker.setup import StageSetup
@@ -59,7 +60,7 @@ def stage_of(layers: nn.Sequential, optimizer: torch.optim.Optimizer, group: Pro
 
 def started(state: StageState, group: ProcessGroup) -> HostedStage:
     setup = StageSetup(0, "cpu", False, placement=loop(2))
-    edges = Edges(0, ranks_of(setup.placement), HostTransport(group, CPU, wait_here))
+    edges = Edges(0, ranks_of(setup.placement), HostTransport(Links(group), CPU, wait_here))
     return HostedStage(setup, state, edges, Activity())
 
 

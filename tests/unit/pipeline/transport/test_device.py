@@ -1,4 +1,4 @@
-"""Values over the device plane: headers on gloo, payloads on links, in the order of posting."""
+"""Values over the device plane: headers on gloo, payloads on communicators, in the order of posting."""
 
 import threading
 import time
@@ -16,25 +16,25 @@ from strategies.pipeline.schedule.operations import Post
 from strategies.pipeline.stage.edges import Edges
 from strategies.pipeline.stage.layers import PassContext
 from strategies.pipeline.stage.passes import Pass
-from strategies.pipeline.transport.channel import EDGE_TAG
 from strategies.pipeline.transport.device import DeviceReceiver, DeviceSender, DeviceTransport, Route, routes_of
-from strategies.pipeline.transport.simulated import SimulatedLinks
-from strategies.pipeline.transport.ties import GRADIENT_TAG, VALUE_TAG, Tie, TiedParameters
+from strategies.pipeline.transport.link import FIRST_EDGE, TIED_GRADIENTS, TIED_VALUES, Links
+from strategies.pipeline.transport.simulated import SimulatedCommunicators
+from strategies.pipeline.transport.ties import Tie, TiedParameters
 
 CPU = torch.device("cpu")
 TIE = Tie(1, {0: ("weight",), 1: ("weight",)})
 Two = tuple[DeviceTransport, DeviceTransport]
 
 
+def device_transport(group: ProcessGroup, rank: int) -> DeviceTransport:
+    routes = routes_of([0, 1], [TIE])
+    communicators = SimulatedCommunicators(group, rank, routes, wait_here, one_at_a_time=False)
+    return DeviceTransport(Links(group), rank, CPU, communicators, wait_here)
+
+
 @pytest.fixture
 def transports(groups: tuple[ProcessGroup, ProcessGroup]) -> Iterator[Two]:
-    routes = routes_of([0, 1], [TIE])
-    both = [
-        DeviceTransport(
-            group, rank, CPU, SimulatedLinks(group, rank, routes, wait_here, one_at_a_time=False), wait_here
-        )
-        for rank, group in enumerate(groups)
-    ]
+    both = [device_transport(group, rank) for rank, group in enumerate(groups)]
     yield both[0], both[1]
     for transport in both:
         transport.close()
@@ -42,22 +42,22 @@ def transports(groups: tuple[ProcessGroup, ProcessGroup]) -> Iterator[Two]:
 
 @pytest.fixture
 def ends(transports: Two) -> tuple[DeviceSender, DeviceReceiver]:
-    sender, receiver = transports[0].sender(1, EDGE_TAG + 2), transports[1].receiver(0, EDGE_TAG + 2)
+    sender, receiver = transports[0].sender(1, FIRST_EDGE + 1), transports[1].receiver(0, FIRST_EDGE + 1)
     assert isinstance(sender, DeviceSender) and isinstance(receiver, DeviceReceiver)
     return sender, receiver
 
 
 def test_routes_are_the_same_list_for_all_processes() -> None:
-    edges = [Route(2, 0, 16), Route(0, 2, 16), Route(0, 1, 18), Route(1, 0, 18), Route(1, 2, 20), Route(2, 1, 20)]
+    edges = [Route(2, 0, 3), Route(0, 2, 3), Route(0, 1, 4), Route(1, 0, 4), Route(1, 2, 5), Route(2, 1, 5)]
     assert routes_of([0, 1, 2], []) == edges
     two = [Tie(2, {1: ("a",), 2: ("b",)}), Tie(0, {0: ("c",), 1: ("d",)}), Tie(2, {0: ("e",), 2: ("b",)})]
     tied = [(0, 1), (2, 0), (2, 1)]
     exchanges = [
-        route for owner, copy in tied for route in (Route(copy, owner, GRADIENT_TAG), Route(owner, copy, VALUE_TAG))
+        route for owner, copy in tied for route in (Route(copy, owner, TIED_GRADIENTS), Route(owner, copy, TIED_VALUES))
     ]
     assert routes_of([0, 1, 2], two) == [*edges, *exchanges]
     # chunks under the placement V: the driver, rank 1, has the first and the last one
-    assert routes_of([1, 0, 0, 1], []) == [Route(1, 0, 18), Route(0, 1, 18), Route(0, 1, 22), Route(1, 0, 22)]
+    assert routes_of([1, 0, 0, 1], []) == [Route(1, 0, 4), Route(0, 1, 4), Route(0, 1, 6), Route(1, 0, 6)]
 
 
 VALUES: list[Any] = [
@@ -108,7 +108,7 @@ def post_ones(sender: DeviceSender, number: int) -> None:
 def test_small_tensors_are_not_in_the_message_of_the_header(ends: tuple[DeviceSender, DeviceReceiver]) -> None:
     sender, receiver = ends
     post_ones(sender, 2)
-    assert [sent.message.tensor.nbytes for sent in sender._under_way] == [32, 32]
+    assert [sent.message.tensor.nbytes for sent in sender._under_way] == [40, 40]
     assert [len(sent.works) for sent in sender._under_way] == [2, 1]  # the layout follows the first header
     for m in range(2):
         receiver.receive(0, m)

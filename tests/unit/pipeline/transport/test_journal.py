@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from strategies.pipeline.transport.channel import Arrived, Arriving
 from strategies.pipeline.transport.journal import JournaledTransport, fingerprint
+from strategies.pipeline.transport.link import Arrived, Arriving
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
@@ -75,8 +75,8 @@ def test_a_journal_has_what_passes_while_it_is_kept() -> None:
     assert sender.send((value, {}), 7, 1)
     assert torch.equal(receiver.begin(7, 1).value()[0], value)
     sent, received = transport.take() or []
-    assert (sent.way, sent.peer, sent.tag, sent.number, sent.microbatch) == ("sent", 1, 10, 7, 1)
-    assert (received.way, received.peer, received.tag) == ("received", 2, 12)
+    assert (sent.way, sent.peer, sent.channel, sent.number, sent.microbatch) == ("sent", 1, 10, 7, 1)
+    assert (received.way, received.peer, received.channel) == ("received", 2, 12)
     assert sent.fingerprint == received.fingerprint == fingerprint(value)
     assert transport.take() is None
 

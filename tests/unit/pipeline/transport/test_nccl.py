@@ -26,13 +26,13 @@ from strategies.common.errors import PeerFailed
 from strategies.common.trees import TensorLayout
 from strategies.common.waiting import wait_here
 from strategies.pipeline.transport import device as device_module
-from strategies.pipeline.transport.channel import EDGE_TAG
 from strategies.pipeline.transport.device import DeviceReceiver, DeviceSender, DeviceTransport, Route
-from strategies.pipeline.transport.nccl import NcclLinks
+from strategies.pipeline.transport.link import FIRST_EDGE, Links
+from strategies.pipeline.transport.nccl import NcclCommunicators
 from strategies.pipeline.transport.planes import NCCL, open_transport
 
 CPU = torch.device("cpu")
-ROUTES = [Route(0, 1, 16), Route(1, 0, 16), Route(2, 3, 18), Route(0, 1, 18)]
+ROUTES = [Route(0, 1, FIRST_EDGE), Route(1, 0, FIRST_EDGE), Route(2, 3, 4), Route(0, 1, 4)]
 OF_TWO = [ROUTES[0], ROUTES[1], ROUTES[3]]
 """Those between ranks 0 and 1."""
 
@@ -149,7 +149,7 @@ class Backend:
 def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     made = Library()
     monkeypatch.setattr(dist, "ProcessGroupNCCL", made, raising=False)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"stream of a link, {time.monotonic_ns()}")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"stream of a communicator, {time.monotonic_ns()}")
     monkeypatch.setattr(torch.cuda, "stream", made.on_stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: made.stream())
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
@@ -157,10 +157,10 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     return made
 
 
-def connected(ranks: tuple[int, ...] = (0, 1)) -> list[NcclLinks]:
-    store, both = HashStore(), [NcclLinks(rank, CPU) for rank in ranks]
+def connected(ranks: tuple[int, ...] = (0, 1)) -> list[NcclCommunicators]:
+    store, both = HashStore(), [NcclCommunicators(rank, CPU) for rank in ranks]
     with ThreadPoolExecutor(len(both)) as pool:
-        list(pool.map(lambda links: links.connect(OF_TWO, store), both))
+        list(pool.map(lambda communicators: communicators.connect(OF_TWO, store), both))
     return both
 
 
@@ -177,11 +177,11 @@ def until(condition: Callable[[], bool]) -> None:
 
 def test_communicators_are_created_and_used_in_the_order_of_routes(library: Library) -> None:
     store = HashStore()
-    both = [NcclLinks(rank, CPU) for rank in range(2)]
+    both = [NcclCommunicators(rank, CPU) for rank in range(2)]
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda links: links.connect(ROUTES, store), both))
-    for links in both:
-        assert list(links.links) == OF_TWO  # not those of other ranks
+        list(pool.map(lambda communicators: communicators.connect(ROUTES, store), both))
+    for communicators in both:
+        assert list(communicators.by_route) == OF_TWO  # not those of other ranks
     sources = [call[:3] for call in library.calls if call[0] == "send"]
     assert sources == [("send", 0, 1)] * 3  # a communicator's rank 0 is the source, which sends one byte
     kinds = [call[0] for call in library.calls]
@@ -194,9 +194,9 @@ def test_tensors_arrive_and_are_recorded_on_the_stream_that_uses_them(library: L
     first, second = connected()
     library.streams_of.clear()
     sent = [torch.randn(2, 3), torch.tensor(True), torch.randn(2).bfloat16(), torch.randn(2) * 1j]
-    sending = first.links[ROUTES[0]].send(sent)
+    sending = first.by_route[ROUTES[0]].send(sent)
     assert not sending.is_over
-    received, transfer = second.links[ROUTES[0]].receive(layouts(*sent))
+    received, transfer = second.by_route[ROUTES[0]].receive(layouts(*sent))
     assert sending.is_over and not library.streams_of
     transfer.wait()
     sending.synchronize()
@@ -204,17 +204,19 @@ def test_tensors_arrive_and_are_recorded_on_the_stream_that_uses_them(library: L
     assert [id(tensor) for tensor, _ in library.streams_of] == [id(tensor) for tensor in received]  # none that was sent
     assert {stream for _, stream in library.streams_of} == {library.stream()}
     ways = {call[0]: call[3] for call in library.calls[-2 * len(sent) :]}
-    assert ways["send"] == library.stream() and ways["receive"].startswith("stream of a link")
+    assert ways["send"] == library.stream() and ways["receive"].startswith("stream of a communicator")
 
 
-def test_values_of_a_pass_go_over_the_links(library: Library, groups: tuple[ProcessGroup, ProcessGroup]) -> None:
+def test_values_of_a_pass_go_over_the_communicators(
+    library: Library, groups: tuple[ProcessGroup, ProcessGroup]
+) -> None:
     """Through :func:`open_transport`, and the channels that the simulated plane uses as well."""
     store, routes = HashStore(), OF_TWO
     open_ = partial(open_transport, NCCL, device=CPU, routes=routes, wait=wait_here, store=lambda: store)
     with ThreadPoolExecutor(2) as pool:
-        transports = list(pool.map(lambda rank: open_(group=groups[rank], rank=rank), range(2)))
+        transports = list(pool.map(lambda rank: open_(links=Links(groups[rank]), rank=rank), range(2)))
     assert all(isinstance(transport, DeviceTransport) for transport in transports)
-    sender, receiver = transports[0].sender(1, EDGE_TAG), transports[1].receiver(0, EDGE_TAG)
+    sender, receiver = transports[0].sender(1, FIRST_EDGE), transports[1].receiver(0, FIRST_EDGE)
     assert isinstance(sender, DeviceSender) and isinstance(receiver, DeviceReceiver)
     values = [(torch.randn(3, 2, requires_grad=True), {}), ("word", torch.arange(4), torch.empty(0, 2))]
     arriving = []
@@ -234,9 +236,9 @@ def test_values_of_a_pass_go_over_the_links(library: Library, groups: tuple[Proc
 def test_tensors_that_have_arrived_are_let_go_without_a_wait(
     library: Library, groups: tuple[ProcessGroup, ProcessGroup]
 ) -> None:
-    links = connected()
-    sender = DeviceTransport(groups[0], 0, CPU, links[0], wait_here).sender(1, EDGE_TAG)
-    receiver = DeviceTransport(groups[1], 1, CPU, links[1], wait_here).receiver(0, EDGE_TAG)
+    communicators = connected()
+    sender = DeviceTransport(Links(groups[0]), 0, CPU, communicators[0], wait_here).sender(1, FIRST_EDGE)
+    receiver = DeviceTransport(Links(groups[1]), 1, CPU, communicators[1], wait_here).receiver(0, FIRST_EDGE)
     assert isinstance(sender, DeviceSender) and isinstance(receiver, DeviceReceiver)
     for m in range(3):
         sender.send(torch.ones(2), 0, m)
@@ -249,7 +251,7 @@ def test_tensors_that_have_arrived_are_let_go_without_a_wait(
 @pytest.mark.parametrize("fails", ["peer", "abort"])
 def test_a_blocked_process_gives_up_when_another_one_has_failed(library: Library, fails: str) -> None:
     first, _ = connected()
-    waiting = first.links[ROUTES[0]].send([torch.ones(1)])
+    waiting = first.by_route[ROUTES[0]].send([torch.ones(1)])
     with ThreadPoolExecutor(1) as pool:
         blocked = pool.submit(waiting.synchronize)
         time.sleep(0.05)
@@ -268,7 +270,7 @@ def test_an_aborted_transfer_is_given_up_although_torch_calls_it_completed(
 ) -> None:
     """It is not asked after the abort: torch would wait for the abort with the interpreter locked."""
     first, _ = connected()
-    sending = first.links[ROUTES[0]].send([torch.ones(1)])
+    sending = first.by_route[ROUTES[0]].send([torch.ones(1)])
     num_asked = [0]
 
     def is_completed(_: Work) -> bool:
@@ -301,7 +303,7 @@ def test_aborts_wait_for_nobody_and_each_is_made(library: Library, monkeypatch: 
     first.abort()
     until(lambda: sorted(library.calls[-3:]) == [("abort", 0), ("abort", 0), ("abort", 1)])
     with pytest.raises(PeerFailed):
-        first.links[ROUTES[0]].send([torch.ones(1)]).synchronize()
+        first.by_route[ROUTES[0]].send([torch.ones(1)]).synchronize()
     first.close()
     assert not has_gone_on
     may_go_on.set()
@@ -318,12 +320,12 @@ def test_abort_while_a_communicator_is_being_created(library: Library) -> None:
             may_connect.wait(60)
 
     library.connects = connects
-    store, both = HashStore(), [NcclLinks(rank, CPU) for rank in range(2)]
+    store, both = HashStore(), [NcclCommunicators(rank, CPU) for rank in range(2)]
     with ThreadPoolExecutor(2) as pool:
-        connecting: list[Future[None]] = [pool.submit(links.connect, OF_TWO, store) for links in both]
+        connecting: list[Future[None]] = [pool.submit(communicators.connect, OF_TWO, store) for communicators in both]
         until(lambda: created[0] == 4)
-        for links in both:
-            links.abort()
+        for communicators in both:
+            communicators.abort()
         until(lambda: sum(call[0] == "abort" for call in library.calls) == 4)
         may_connect.set()
         for each in connecting:
@@ -336,7 +338,7 @@ def test_abort_while_a_communicator_is_being_created(library: Library) -> None:
 
 
 def _ignoring(wait: Callable[[], Any]) -> None:
-    with suppress(Exception):  # of the links, which have been aborted
+    with suppress(Exception):  # of the communicators, which have been aborted
         wait()
 
 

@@ -18,8 +18,8 @@ from strategies.pipeline.schedule.program import ranks_of
 from strategies.pipeline.schedule.tables import loop
 from strategies.pipeline.stage.edges import Edges
 from strategies.pipeline.state.stage_state import StageState
-from strategies.pipeline.transport.channel import ORDERS_TAG, Receiver, Sender
 from strategies.pipeline.transport.interface import HostTransport
+from strategies.pipeline.transport.link import ORDERS, Link, Links, Receiver, Sender
 from strategies.pipeline.worker.hosted import HostedStage
 from strategies.pipeline.worker.setup import StageSetup
 
@@ -29,8 +29,9 @@ def hosted(layers: nn.Sequential, optimizer: torch.optim.Optimizer, group: Proce
     (own,) = cut(layers, [len(layers)])
     setup = StageSetup(0, "cpu", False, placement=loop(2))
     state = StageState.capture(own, [*own.parameters()], [optimizer])
-    transport = HostTransport(group, torch.device("cpu"), wait_here)
-    orders = Receiver(group, 1, device=torch.device("cpu"), tag=ORDERS_TAG)
+    links = Links(group)
+    transport = HostTransport(links, torch.device("cpu"), wait_here)
+    orders = Receiver(links[1], ORDERS, device=torch.device("cpu"))
     return HostedStage(setup, state, Edges(0, ranks_of(setup.placement), transport), Activity(), orders)
 
 
@@ -55,7 +56,7 @@ def test_what_a_gradient_scaler_sets_applies_to_one_step(groups: tuple[ProcessGr
 def test_orders_come_over_the_link(groups: tuple[ProcessGroup, ProcessGroup]) -> None:
     layer = nn.Linear(2, 2)
     stage = hosted(nn.Sequential(layer), torch.optim.SGD(layer.parameters(), lr=1.0), groups[0])
-    channel = Sender(groups[1], 0, tag=ORDERS_TAG)
+    channel = Sender(Link(groups[1], 0), ORDERS)
     sent: list[Any] = [[("zero_grad", (0, True), {})], 3, None]
     for order in sent:
         channel.send(torch.frombuffer(bytearray(pickle.dumps(order)), dtype=torch.uint8), 0, 0)

@@ -1,8 +1,16 @@
-"""One direction of the data plane between two processes: nested values, sent as point-to-point messages.
+"""The link of two processes: nested values on several channels, as point-to-point messages in one order.
+
+    channel 3 ── Sender ──┐                        ┌── Receiver ──▶ takes values in the order of its row
+    channel 4 ── Sender ──┼──▶ Link ═════▶ Link ───┤
+    orders    ── Sender ──┘     in order           └── Receiver     keeps what arrives before it is taken
+
+A channel carries one kind of values in one direction: the driver's orders, the gradients and values of tied parameters,
+or the activations or gradients of an edge. If a process takes a value of one channel while values of other channels
+come first, the receivers of these channels keep them.
 
 A value is a tensor, or a nesting of tuples, lists and dicts of tensors and other objects. The sender sends it as
 
-    header   int64[4]: kind of the message, pass, micro-batch, size of the layout in bytes
+    header   int64[5]: kind of the message, channel, pass, micro-batch, size of the layout in bytes
     tensors  in the same message as the header if they are small together, otherwise one message each after the
              layout; an empty tensor is not sent
     layout   uint8[size]: nesting, shapes, dtypes, objects that are not tensors; only if the receiver lacks it
@@ -22,11 +30,12 @@ import math
 import os
 import pickle
 import struct
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any, ParamSpec, Protocol, TypeVar
@@ -55,20 +64,20 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 Marker = TypeVar("Marker")
 
-ORDERS_TAG = 10
-"""Tag of the channels from the driver to each worker for its orders."""
+ORDERS, TIED_GRADIENTS, TIED_VALUES, FIRST_EDGE = range(4)
+"""The channels of a link: the driver's orders, gradients and values of tied parameters, and the values of each edge e,
+which have the number ``FIRST_EDGE + e``: activations in one direction, gradients in the other."""
 
-EDGE_TAG = 16
-"""The channels of edge e have this tag plus 2e."""
+_HEADER_TAG, _CONTENT_TAG = 0, 1
 
 _FAILED = -1
-"""Kind of a header without a value: the sender's process has failed and sends nothing more. Any other kind is the
-number of a layout."""
+"""Kind of a header without a value: the sender's process has failed and sends nothing more on the channel. Any other
+kind is the number of a layout."""
 
 _NOTHING = -2
 """Marks a buffer in which no header has arrived yet, in place of the kind of a header."""
 
-_HEADER, _KIND = struct.Struct("=4q"), struct.Struct("=q")
+_HEADER, _KIND = struct.Struct("=5q"), struct.Struct("=q")
 
 SMALL_BYTES = 2**18
 """Maximum total size of tensors that are sent in the message of their header. A tensor in a separate message takes one
@@ -308,27 +317,222 @@ class Sent:
 
     works: list[Work]
     message: _Buffer
-    others: Sequence[Tensor] = ()
+    contents: Sequence[Tensor] = ()
     of: _Numbered | None = None
     transfer: Transfer | None = None
 
 
-class Sender:
-    """Sends values to one peer, in order, without waiting until they arrive.
+Message = tuple[tuple[int, int], Layout, list[Tensor] | None]
+"""A value that has arrived: its pass and micro-batch, its layout, and its tensors, unless a device plane carries
+them."""
+
+
+@dataclass
+class _Arrivals:
+    """The receiving end of a channel.
+
+    Attributes:
+        device: The device of received tensors.
+        small_bytes: As for the sender.
+        has_content: Whether tensors that are not small follow their header on the link.
+        layouts: The layouts so far, by number.
+        early: Values that came before a value of another channel that was taken first.
+        has_failed: Whether the sender has failed.
+    """
+
+    device: torch.device
+    small_bytes: int
+    has_content: bool
+    layouts: dict[int, Layout] = field(default_factory=dict)
+    early: deque[Message] = field(default_factory=deque)
+    has_failed: bool = False
+
+
+class Link:
+    """The connection of this process with one other process. It delivers messages in the order in which they are sent.
+
+    One thread at a time receives. Several threads may send.
 
     Args:
         group: A process group for point-to-point messages of CPU tensors.
-        peer: The receiver's rank in ``group``.
-        tag: Distinguishes channels between the same two processes. A channel uses ``tag`` and ``tag + 1``.
+        peer: The rank of the other process in ``group``.
+    """
+
+    def __init__(self, group: ProcessGroup, peer: int) -> None:
+        backend = cpu_backend(group)
+        self._send, self._recv, self.peer, self.timeout = backend.send, backend.recv, peer, timeout_of(group)
+        self._lock = threading.Lock()
+        self._arrivals: dict[int, _Arrivals] = {}
+        self._posted: deque[tuple[_Buffer, Work]] = deque()
+        self._free: list[_Buffer] = []
+        self._header: tuple[int, ...] | None = None
+        self._num_looks = _MAX_LOOKS
+
+    def send(self, message: Tensor, contents: Sequence[Tensor] = ()) -> list[Work]:
+        """Start to send a message with a header, and what belongs to it."""
+        with self._lock:  # a thread of the user may send an order at any time, to read a value
+            works = [unprofiled(self._send, [message], self.peer, _HEADER_TAG)]
+            works += [unprofiled(self._send, [content], self.peer, _CONTENT_TAG) for content in contents]
+        return works
+
+    def send_memory(self, memory: Tensor) -> Work:
+        """Start to send memory that the peer expects, without a header; see :meth:`receive_memory`."""
+        return unprofiled(self._send, [memory], self.peer, _CONTENT_TAG)
+
+    def receive_memory(self, memory: Tensor) -> Work:
+        """Start to receive into memory."""
+        return unprofiled(self._recv, [memory], self.peer, _CONTENT_TAG)
+
+    def open(self, channel: int, arrivals: _Arrivals) -> None:
+        """Let values of a channel arrive."""
+        self._arrivals[channel] = arrivals
+
+    def take(self, channel: int, wait: Wait, timeout: timedelta) -> Message:
+        """Wait for the next value of a channel, and keep the values of other channels that come before it.
+
+        Args:
+            channel: The channel.
+            wait: Runs a function that blocks until a header has arrived.
+            timeout: Time limit of the wait for a header.
+
+        Raises:
+            PeerFailed: If the sender has failed.
+            PeerSilent: If nothing arrived within the time limit.
+            RuntimeError: If the sender's process has ended.
+        """
+        wanted = self._arrivals[channel]
+        if wanted.early:
+            return wanted.early.popleft()
+        while not wanted.has_failed:
+            kind, of, number, microbatch, size_bytes = self._next_header(wait, timeout)
+            arrivals = wanted if of == channel else self._arrivals[of]
+            if kind == _FAILED:
+                arrivals.has_failed = True
+                self._end_message()
+                continue
+            if size_bytes:
+                self._receive_layout(arrivals, kind, size_bytes)
+            layout = arrivals.layouts[kind]
+            tensors: list[Tensor] | None = None
+            if layout.is_small:
+                tensors = self._arrived(layout, arrivals.device)
+            elif arrivals.has_content:
+                tensors = self._received(layout, arrivals.device)
+            message = (number, microbatch), layout, tensors
+            self._end_message()
+            if arrivals is wanted:
+                return message
+            arrivals.early.append(message)
+        raise PeerFailed(f"rank {self.peer} of the pipeline failed")
+
+    @property
+    def has_failed_peer(self) -> bool:
+        """Whether the peer has failed, as far as is known without waiting. Any thread may ask."""
+        if any(arrivals.has_failed for arrivals in list(self._arrivals.values())):
+            return True
+        return any(message.has_begun and message.header()[0] == _FAILED for message, _ in list(self._posted))
+
+    def post(self) -> None:
+        """Post missing receives of the next headers."""
+        while len(self._posted) < _NUM_POSTED:
+            message = self._free.pop() if self._free else _Buffer(_HEADER.size + SMALL_BYTES)
+            message.clear()
+            try:
+                work = unprofiled(self._recv, [message.tensor], self.peer, _HEADER_TAG)
+            except RuntimeError:  # the peer's process has ended, but its last messages may have arrived
+                if not self._posted:
+                    raise
+                self._free.append(message)
+                return
+            self._posted.append((message, work))
+
+    def _next_header(self, wait: Wait, timeout: timedelta) -> tuple[int, ...]:
+        """Return the next header. It stays the next header until :meth:`_end_message`."""
+        if self._header is None:
+            self.post()
+            message, work = self._posted[0]
+            try:
+                if message.has_begun or self._begins_soon(message):
+                    work.wait(timeout)  # returns immediately, since gloo is writing the rest
+                else:
+                    wait(partial(work.wait, timeout))
+            except RuntimeError as error:
+                if "imed out" not in str(error):
+                    raise
+                raise PeerSilent(f"rank {self.peer} of the pipeline sent nothing within the time-out") from error
+            self._header = message.header()
+        return self._header
+
+    def _begins_soon(self, message: _Buffer) -> bool:
+        """Poll for a message for a short time, which is longer if polling has often succeeded before."""
+        for _ in range(self._num_looks):
+            _let_others_run()
+            if message.has_begun:
+                self._num_looks = min(2 * self._num_looks, _MAX_LOOKS)
+                return True
+        self._num_looks = max(self._num_looks // 2, 1)
+        return False
+
+    def _end_message(self) -> None:
+        """Post the memory of the message with the current header again."""
+        self._header = None
+        self._free.append(self._posted.popleft()[0])
+        self.post()
+
+    def _receive_layout(self, arrivals: _Arrivals, number: int, size_bytes: int) -> None:
+        description = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
+        self.receive_memory(description).wait(self.timeout)
+        tree, spec = pickle.loads(description.numpy().tobytes())
+        arrivals.layouts[number] = Layout(tree, spec, arrivals.small_bytes)
+
+    def _arrived(self, layout: Layout, device: torch.device) -> list[Tensor]:
+        """Copy the tensors out of the message with the current header."""
+        places = self._posted[0][0].places(layout)
+        return [place.clone() if device.type == "cpu" else place.to(device) for place in places]
+
+    def _received(self, layout: Layout, device: torch.device) -> list[Tensor]:
+        """Receive the tensors, each in a separate message."""
+        pins = device.type == "cuda"
+        tensors = [
+            torch.empty(described.shape, dtype=described.dtype, device="cpu", pin_memory=pins)
+            for described in layout.tensors
+        ]
+        works = [self.receive_memory(tensor) for tensor in tensors if tensor.numel()]
+        for work in works:
+            work.wait(self.timeout)
+        return [tensor.to(device, non_blocking=pins) for tensor in tensors]
+
+
+class Links(dict[int, Link]):
+    """The links of this process, by the rank of the other process. A link is made when it is first needed.
+
+    Args:
+        group: Connects the processes over gloo.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        super().__init__()
+        self.group = group
+
+    def __missing__(self, peer: int) -> Link:
+        link = self[peer] = Link(self.group, peer)
+        return link
+
+
+class Sender:
+    """Sends values on one channel, in order, without waiting until they arrive.
+
+    Args:
+        link: The link with the receiver's process.
+        channel: The number of the channel.
         wait: Runs a function that blocks until values have arrived.
     """
 
     small_bytes = SMALL_BYTES
     """Maximum size of all tensors of a value that are sent in the message of its header."""
 
-    def __init__(self, group: ProcessGroup, peer: int, *, tag: int = 0, wait: Wait = wait_here) -> None:
-        self._post, self._peer, self._tag, self._wait = cpu_backend(group).send, peer, tag, wait
-        self._timeout = timeout_of(group)
+    def __init__(self, link: Link, channel: int, *, wait: Wait = wait_here) -> None:
+        self._link, self._channel, self._wait = link, channel, wait
         self._known: dict[Any, _Numbered] = {}
         self._free_bytes = self._bytes_under_way = self._num_not_copied = 0
         self._under_way: deque[Sent] = deque()
@@ -349,17 +553,14 @@ class Sender:
             Whether a tensor requires a gradient, which the receiver will return.
         """
         known, tensors, description = self._look_up(value)
-        layout, post, peer, tag = known.layout, self._post, self._peer, self._tag
-        message = self._message(known)
-        message.write_header(known.number, pass_number, microbatch, len(description))
+        layout, message = known.layout, self._message(known)
+        message.write_header(known.number, self._channel, pass_number, microbatch, len(description))
         for place, tensor in zip(message.places(layout), tensors, strict=layout.is_small):
             place.copy_(tensor.detach() if tensor.requires_grad else tensor)
-        works = [unprofiled(post, [message.tensor], peer, tag)]
-        others = [as_message(description)] if description else []
+        contents = [as_message(description)] if description else []
         if not layout.is_small:
-            others += [_in_order(tensor) for tensor in tensors if tensor.numel()]
-        works += [unprofiled(post, [tensor], peer, tag + 1) for tensor in others]
-        self._under_way.append(Sent(works, message, others, known))
+            contents += [_in_order(tensor) for tensor in tensors if tensor.numel()]
+        self._under_way.append(Sent(self._link.send(message.tensor, contents), message, contents, known))
         self._bytes_under_way += layout.total_bytes
         self._num_not_copied += not layout.is_small
         if keep is not None:
@@ -370,9 +571,9 @@ class Sender:
         """Notify the receiver, if its process still runs, that this process has failed, so that it stops waiting."""
         self._has_failed = True
         message = _Buffer(_HEADER.size)
-        message.write_header(_FAILED, 0, 0, 0)
+        message.write_header(_FAILED, self._channel, 0, 0, 0)
         with suppress(RuntimeError):
-            self._under_way.append(Sent([unprofiled(self._post, [message.tensor], self._peer, self._tag)], message))
+            self._under_way.append(Sent(self._link.send(message.tensor), message))
 
     def release(self, keep: int = 0) -> None:
         """Drop references to all sent values but the last ``keep``. Call this when they are known to have arrived."""
@@ -397,7 +598,7 @@ class Sender:
     def _wait_for_oldest(self) -> None:
         sent = self._under_way.popleft()
         for work in sent.works:
-            work.wait(self._timeout)
+            work.wait(self._link.timeout)
         if sent.of is None:
             return
         layout = sent.of.layout
@@ -482,52 +683,33 @@ class Arrived:
 
 
 class Receiver:
-    """Receives the values of one :class:`Sender`, in order.
+    """Takes the values of one :class:`Sender`, in order.
 
     Args:
-        group: As for the sender.
-        peer: The sender's rank in ``group``.
+        link: The link with the sender's process.
+        channel: The sender's channel.
         device: Device of the received tensors.
-        tag: The sender's tag.
         wait: Runs a function that blocks until a header has arrived.
-        timeout: Time limit of the wait for a header; by default the group's time-out.
+        timeout: Time limit of the wait for a header; by default that of the link.
     """
 
     small_bytes = SMALL_BYTES
     """As for the sender."""
+    has_content = True
+    """Whether the link carries tensors that are not small."""
 
     def __init__(
         self,
-        group: ProcessGroup,
-        peer: int,
+        link: Link,
+        channel: int,
         *,
         device: torch.device,
-        tag: int = 0,
         wait: Wait = wait_here,
         timeout: timedelta | None = None,
     ) -> None:
-        self._recv, self._peer, self._device, self._tag, self._wait = cpu_backend(group).recv, peer, device, tag, wait
-        self._timeout = timeout_of(group)
-        self._header_timeout = self._timeout if timeout is None else timeout
-        self._layouts: dict[int, Layout] = {}
-        self._posted: deque[tuple[_Buffer, Work]] = deque()
-        self._free: list[_Buffer] = []
-        self._header: tuple[int, ...] | None = None
-        self._num_looks = _MAX_LOOKS
-
-    def post(self) -> None:
-        """Post missing receives of the next headers."""
-        while len(self._posted) < _NUM_POSTED:
-            message = self._free.pop() if self._free else _Buffer(_HEADER.size + self.small_bytes)
-            message.clear()
-            try:
-                work = unprofiled(self._recv, [message.tensor], self._peer, self._tag)
-            except RuntimeError:  # the peer's process has ended, but its last messages may have arrived
-                if not self._posted:
-                    raise
-                self._free.append(message)
-                return
-            self._posted.append((message, work))
+        self._link, self._channel, self._device, self._wait = link, channel, device, wait
+        self._timeout = link.timeout if timeout is None else timeout
+        link.open(channel, _Arrivals(device, self.small_bytes, self.has_content))
 
     def begin(self, pass_number: int, microbatch: int) -> Arriving:
         """Begin to receive the next value, which must have the given pass and micro-batch. This class waits for it.
@@ -544,89 +726,20 @@ class Receiver:
 
         Raises:
             PeerFailed: If the sender has failed.
-            PeerSilent: If nothing arrived within the group's time-out.
+            PeerSilent: If nothing arrived within the time limit.
             RuntimeError: If the sender's process has ended.
         """
-        layout = self._next_layout(pass_number, microbatch)
-        tensors = self._arrived(layout) if layout.is_small else self._received(layout)
+        layout, tensors = self._next(pass_number, microbatch)
+        assert tensors is not None
         for tensor, described in zip(tensors, layout.tensors, strict=True):
             if described.requires_grad:
                 tensor.requires_grad_()
-        self._end_message()
         return layout.filled(tensors)
 
-    def _next_layout(self, pass_number: int, microbatch: int) -> Layout:
-        """Wait for the header of the next value, and return the value's layout. For the errors see :meth:`receive`."""
-        kind, *place, size_bytes = self._next_header()
-        assert place == [pass_number, microbatch], (
+    def _next(self, pass_number: int, microbatch: int) -> tuple[Layout, list[Tensor] | None]:
+        """Wait for the next value, and return its layout and its tensors. For the errors see :meth:`receive`."""
+        place, layout, tensors = self._link.take(self._channel, self._wait, self._timeout)
+        assert place == (pass_number, microbatch), (
             f"expected pass and micro-batch {pass_number, microbatch}, got {place}"
         )
-        if size_bytes:
-            self._receive_layout(kind, size_bytes)
-        return self._layouts[kind]
-
-    @property
-    def has_failed_peer(self) -> bool:
-        """Whether the sender has failed, as far as is known without waiting."""
-        return any(message.has_begun and message.header()[0] == _FAILED for message, _ in list(self._posted))
-
-    def _next_header(self) -> tuple[int, ...]:
-        """Return the next header. It stays the next header until the caller has received its value."""
-        if self._header is None:
-            self.post()
-            message, work = self._posted[0]
-            try:
-                if message.has_begun or self._begins_soon(message):
-                    work.wait(self._header_timeout)  # returns immediately, since gloo is writing the rest
-                else:
-                    self._wait(partial(work.wait, self._header_timeout))
-            except RuntimeError as error:
-                if "imed out" not in str(error):
-                    raise
-                raise PeerSilent(f"rank {self._peer} of the pipeline sent nothing within the time-out") from error
-            self._header = message.header()
-        if self._header[0] == _FAILED:
-            raise PeerFailed(f"rank {self._peer} of the pipeline failed")
-        return self._header
-
-    def _begins_soon(self, message: _Buffer) -> bool:
-        """Poll for a message for a short time, which is longer if polling has often succeeded before."""
-        for _ in range(self._num_looks):
-            _let_others_run()
-            if message.has_begun:
-                self._num_looks = min(2 * self._num_looks, _MAX_LOOKS)
-                return True
-        self._num_looks = max(self._num_looks // 2, 1)
-        return False
-
-    def _end_message(self) -> None:
-        """Post the memory of the message with the current header again."""
-        self._header = None
-        self._free.append(self._posted.popleft()[0])
-        self.post()
-
-    def _receive_layout(self, number: int, size_bytes: int) -> None:
-        description = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
-        self._post_other(description).wait(self._timeout)
-        tree, spec = pickle.loads(description.numpy().tobytes())
-        self._layouts[number] = Layout(tree, spec, self.small_bytes)
-
-    def _arrived(self, layout: Layout) -> list[Tensor]:
-        """Copy the tensors out of the message with the current header."""
-        places = self._posted[0][0].places(layout)
-        return [place.clone() if self._device.type == "cpu" else place.to(self._device) for place in places]
-
-    def _received(self, layout: Layout) -> list[Tensor]:
-        """Receive the tensors, each in a separate message."""
-        pins = self._device.type == "cuda"
-        tensors = [
-            torch.empty(described.shape, dtype=described.dtype, device="cpu", pin_memory=pins)
-            for described in layout.tensors
-        ]
-        works = [self._post_other(tensor) for tensor in tensors if tensor.numel()]
-        for work in works:
-            work.wait(self._timeout)
-        return [tensor.to(self._device, non_blocking=pins) for tensor in tensors]
-
-    def _post_other(self, memory: Tensor) -> Work:
-        return unprofiled(self._recv, [memory], self._peer, self._tag + 1)
+        return layout, tensors

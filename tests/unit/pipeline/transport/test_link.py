@@ -1,4 +1,4 @@
-"""A channel between two ranks, which are two threads here: what is sent arrives, and a failure does as well."""
+"""A link between two ranks, which are two threads here: what is sent arrives, and a failure does as well."""
 
 import math
 import threading
@@ -25,16 +25,16 @@ from strategies.pipeline.schedule.operations import Post
 from strategies.pipeline.stage.edges import Edges
 from strategies.pipeline.stage.layers import PassContext
 from strategies.pipeline.stage.passes import Pass
-from strategies.pipeline.transport import channel
-from strategies.pipeline.transport.channel import Receiver, Sender, Unusual, filled, structure_of
+from strategies.pipeline.transport import link
 from strategies.pipeline.transport.interface import HostTransport
+from strategies.pipeline.transport.link import Link, Links, Receiver, Sender, Unusual, filled, structure_of
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def ends(groups: tuple[ProcessGroup, ProcessGroup]) -> tuple[Sender, Receiver]:
-    return Sender(groups[0], 1), Receiver(groups[1], 0, device=CPU)
+    return Sender(Link(groups[0], 1), 3), Receiver(Link(groups[1], 0), 3, device=CPU)
 
 
 Pair = namedtuple("Pair", ["left", "right"])
@@ -90,7 +90,7 @@ def test_a_receive_frees_what_was_sent_in_the_other_direction(
 ) -> None:
     """Except for as many values as may be in transit. A driver does so even if a gradient is not required."""
     this = Pass(0, 6, True, "never", 0, PassContext.capture("cpu"))
-    driver, worker = (Edges(r, [0, 1], HostTransport(groups[r], CPU, wait_here)) for r in (1, 0))
+    driver, worker = (Edges(r, [0, 1], HostTransport(Links(groups[r]), CPU, wait_here)) for r in (1, 0))
     for m in range(this.microbatches):
         driver.mail["F", 0].send((torch.ones(2), {}), 0, m, requires_grad=[requires_grad])
         driver.post(Post("SEND", "F", m, 0, 0, 2), this)
@@ -169,18 +169,18 @@ def test_memory_is_used_again_in_any_mode(ends: tuple[Sender, Receiver]) -> None
 
 
 def test_memory_of_many_layouts_is_not_kept(ends: tuple[Sender, Receiver], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "_MAX_LAYOUTS", 128)
+    monkeypatch.setattr(link, "_MAX_LAYOUTS", 128)
     sender, receiver = ends
-    num = channel._MAX_LAYOUTS + 10
-    assert num * 8000 * 4 > 2 * channel._FREE_BYTES
+    num = link._MAX_LAYOUTS + 10
+    assert num * 8000 * 4 > 2 * link._FREE_BYTES
     for turn in range(2):
         for m in range(num):
             sender.send(torch.full((8000 + m,), m, dtype=torch.int32), turn, m)
             assert receiver.receive(turn, m).tolist() == [m] * (8000 + m)
             sender.release()
-    assert sum(known.layout.message_bytes * len(known.free) for known in sender._known.values()) <= channel._FREE_BYTES
-    assert len(sender._known) <= channel._MAX_LAYOUTS
-    assert max(len(message.views) for message, _ in receiver._posted) <= channel._MAX_VIEWED
+    assert sum(known.layout.message_bytes * len(known.free) for known in sender._known.values()) <= link._FREE_BYTES
+    assert len(sender._known) <= link._MAX_LAYOUTS
+    assert max(len(message.views) for message, _ in receiver._link._posted) <= link._MAX_VIEWED
 
 
 def test_views_that_gloo_would_misread(ends: tuple[Sender, Receiver]) -> None:
@@ -199,18 +199,18 @@ def test_what_has_arrived_is_not_waited_for(groups: tuple[ProcessGroup, ProcessG
         waits.append(time.monotonic())
         function()
 
-    sender, receiver = Sender(groups[0], 1, wait=wait), Receiver(groups[1], 0, device=CPU, wait=wait)
-    receiver.post()
-    num = channel._NUM_POSTED
+    sender, receiver = Sender(Link(groups[0], 1), 0, wait=wait), Receiver(Link(groups[1], 0), 0, device=CPU, wait=wait)
+    receiver._link.post()
+    num = link._NUM_POSTED
     for m in range(num + 2):
         sender.send(torch.ones(1), 0, m)
-    while not all(message.has_begun for message, _ in receiver._posted):
+    while not all(message.has_begun for message, _ in receiver._link._posted):
         time.sleep(0.001)
     for m in range(num):
         receiver.receive(0, m)
     sender.flush()
     assert not waits
-    large = channel.SMALL_BYTES
+    large = link.SMALL_BYTES
     sender.send(torch.ones(large), 0, num + 2)
     with ThreadPoolExecutor(1) as pool:
         received = pool.submit(lambda: [receiver.receive(0, m).sum().item() for m in range(num, num + 3)])
@@ -221,7 +221,7 @@ def test_what_has_arrived_is_not_waited_for(groups: tuple[ProcessGroup, ProcessG
 
 def test_small_and_large_values_take_turns(ends: tuple[Sender, Receiver]) -> None:
     sender, receiver = ends
-    limit = channel.SMALL_BYTES
+    limit = link.SMALL_BYTES
     values: list[Any] = []
     for nbytes in (limit - 1, limit, limit + 1, 3, 4 * limit, 0, limit - 32):
         values.append({"x": torch.randint(256, (nbytes,), dtype=torch.uint8), "y": torch.rand(1, dtype=torch.float64)})
@@ -234,8 +234,8 @@ def test_small_and_large_values_take_turns(ends: tuple[Sender, Receiver]) -> Non
     assert not sender._under_way
 
 
-def test_no_more_than_the_limit_is_under_way(groups: tuple[ProcessGroup, ProcessGroup]) -> None:
-    sender, receiver = Sender(groups[0], 1), Receiver(groups[1], 0, device=CPU)
+def test_no_more_than_the_limit_is_under_way(ends: tuple[Sender, Receiver]) -> None:
+    sender, receiver = ends
     with ThreadPoolExecutor(1) as pool:
         received = pool.submit(lambda: [receiver.receive(0, m)[0].item() for m in range(12)])
         for m in range(12):
@@ -251,16 +251,71 @@ def test_small_values_are_under_way_in_a_bounded_number(ends: tuple[Sender, Rece
         for m in range(200):
             sender.send(torch.tensor([m]), 0, m)
             sender.flush(keep=2)
-            assert len(sender._under_way) <= channel.MAX_UNDER_WAY
+            assert len(sender._under_way) <= link.MAX_UNDER_WAY
         assert received.result(10) == list(range(200))
 
 
-def test_two_channels_between_the_same_ranks(groups: tuple[ProcessGroup, ProcessGroup]) -> None:
-    senders = [Sender(groups[0], 1, tag=tag) for tag in (0, 2)]
-    receivers = [Receiver(groups[1], 0, device=CPU, tag=tag) for tag in (0, 2)]
-    for k, sender in enumerate(senders):
-        sender.send(torch.tensor([k]), 0, 0)
-    assert [receiver.receive(0, 0).item() for receiver in reversed(receivers)] == [1, 0]
+def opened(groups: tuple[ProcessGroup, ProcessGroup], channels: int) -> tuple[list[Sender], list[Receiver]]:
+    """Both ends of several channels of one link."""
+    links = Link(groups[0], 1), Link(groups[1], 0)
+    senders = [Sender(links[0], channel) for channel in range(channels)]
+    return senders, [Receiver(links[1], channel, device=CPU) for channel in range(channels)]
+
+
+@pytest.mark.parametrize("size", [1, 2**17])
+def test_values_of_other_channels_that_come_first_are_kept(
+    groups: tuple[ProcessGroup, ProcessGroup], size: int
+) -> None:
+    senders, receivers = opened(groups, 3)
+    for m in range(4):
+        for k, sender in enumerate(senders):
+            sender.send((torch.full((size,), 10.0 * m + k, requires_grad=k == 1), "word"), 7, m)
+
+    def received(k: int, m: int) -> float:
+        value, word = receivers[k].receive(7, m)
+        assert value.shape == (size,) and word == "word" and value.requires_grad == (k == 1)
+        return float(value.unique().item())
+
+    assert [received(2, m) for m in range(3)] == [2, 12, 22]
+    assert [received(0, m) for m in range(4)] == [0, 10, 20, 30]
+    assert [received(1, m) for m in range(4)] == [1, 11, 21, 31]
+    assert received(2, 3) == 32
+
+
+def test_a_channel_that_failed_does_not_end_the_others(groups: tuple[ProcessGroup, ProcessGroup]) -> None:
+    """A process that has failed still gets orders, such as that to return its layers."""
+    senders, receivers = opened(groups, 2)
+    senders[1].send("before", 0, 0)
+    senders[1].fail()
+    senders[0].send("order", 0, 0)
+    assert not receivers[0]._link.has_failed_peer
+    assert receivers[0].receive(0, 0) == "order"
+    assert receivers[0]._link.has_failed_peer
+    assert receivers[1].receive(0, 0) == "before"
+    for _ in range(2):
+        with pytest.raises(PeerFailed, match="rank 0 of the pipeline failed"):
+            receivers[1].receive(0, 1)
+    senders[0].send("another", 0, 1)
+    assert receivers[0].receive(0, 1) == "another"
+
+
+def test_threads_may_send_over_one_link_at_the_same_time(groups: tuple[ProcessGroup, ProcessGroup]) -> None:
+    """Each new layout and each large tensor is a message of its own."""
+    senders, receivers = opened(groups, 3)
+    sizes = [1 + 7 * m if m % 2 else 2**16 + 8 * m for m in range(40)]
+
+    def send(k: int) -> None:
+        for m, size in enumerate(sizes):
+            senders[k].send(torch.full((size,), float(k)), 0, m)
+
+    with ThreadPoolExecutor(3) as pool:
+        sending = list(map(lambda k: pool.submit(send, k), range(3)))
+        for m, size in enumerate(sizes):
+            for k, receiver in enumerate(receivers):
+                value = receiver.receive(0, m)
+                assert value.shape == (size,) and value.unique().tolist() == [k]
+    for done in sending:
+        done.result(10)
 
 
 def test_a_sender_that_failed_says_so(ends: tuple[Sender, Receiver]) -> None:
@@ -277,12 +332,12 @@ def test_a_sender_that_failed_says_so(ends: tuple[Sender, Receiver]) -> None:
 def test_the_wrong_micro_batch_is_noticed(ends: tuple[Sender, Receiver]) -> None:
     sender, receiver = ends
     sender.send(torch.ones(1), 0, 1)
-    with pytest.raises(AssertionError, match=r"expected pass and micro-batch \(0, 0\), got \[0, 1\]"):
+    with pytest.raises(AssertionError, match=r"expected pass and micro-batch \(0, 0\), got \(0, 1\)"):
         receiver.receive(0, 0)
 
 
 def test_waiting_in_vain_ends(groups: tuple[ProcessGroup, ProcessGroup]) -> None:
-    receiver = Receiver(groups[1], 0, device=CPU, timeout=timedelta(seconds=0.2))
+    receiver = Receiver(Link(groups[1], 0), 0, device=CPU, timeout=timedelta(seconds=0.2))
     with pytest.raises(PeerSilent, match="rank 0 of the pipeline sent nothing within the time-out") as caught:
         receiver.receive(0, 0)
     assert is_consequence(caught.value)
