@@ -77,7 +77,7 @@ kind is the number of a layout."""
 _NOTHING = -2
 """Marks a buffer in which no header has arrived yet, in place of the kind of a header."""
 
-_HEADER, _KIND = struct.Struct("=5q"), struct.Struct("=q")
+_HEADER, _KIND = struct.Struct("=5q8x"), struct.Struct("=q")  # padded, so that tensors directly follow it
 
 SMALL_BYTES = 2**18
 """Maximum total size of tensors that are sent in the message of their header. A tensor in a separate message takes one

@@ -108,7 +108,7 @@ def post_ones(sender: DeviceSender, number: int) -> None:
 def test_small_tensors_are_not_in_the_message_of_the_header(ends: tuple[DeviceSender, DeviceReceiver]) -> None:
     sender, receiver = ends
     post_ones(sender, 2)
-    assert [sent.message.tensor.nbytes for sent in sender._under_way] == [40, 40]
+    assert [sent.message.tensor.nbytes for sent in sender._under_way] == [48, 48]
     assert [len(sent.works) for sent in sender._under_way] == [2, 1]  # the layout follows the first header
     for m in range(2):
         receiver.receive(0, m)
