@@ -380,7 +380,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         prepared, balance, is_reversed = self._divided(prepared)
         self._start_fork_server()
         optimizers = self._configured_optimizers(prepared)
-        pipeline = self._started(prepared, balance, optimizers, is_reversed=is_reversed)
+        pipeline = self._start_pipeline(prepared, balance, optimizers, is_reversed=is_reversed)
         self._run = run = Run.of(
             prepared,
             pipeline,
@@ -442,7 +442,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             return []
         return [own for own in map(unwrapped, self.optimizers) if not is_stand_in(own)]
 
-    def _started(
+    def _start_pipeline(
         self, prepared: Preparation, balance: list[int], optimizers: Sequence[Optimizer], *, is_reversed: bool
     ) -> Pipeline:
         """Start the workers and send them their stages."""

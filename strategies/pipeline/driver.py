@@ -10,14 +10,13 @@ Between :meth:`Pipeline.start` and :meth:`Pipeline.close`, a call of the ``nn.Se
 
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from math import prod
 from operator import itemgetter
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 from weakref import ref
 
 import torch
@@ -30,12 +29,12 @@ from strategies.common.patching import replaced
 from strategies.common.random_seeds import Seeds
 from strategies.common.stage_layers import StageLayers, describe, kinds_of, locate
 from strategies.common.torch_compat import convert_tensors, replacing_conversion, without_torch_function
-from strategies.common.waiting import Wait, wait_here
+from strategies.common.waiting import Wait
 from strategies.launch.allocator import keep_freed_memory
 from strategies.launch.ranks import Ranks, World
 from strategies.launch.rendezvous import store_at
 from strategies.launch.rounds import Rounds
-from strategies.launch.session import Peers, environment_variables, join_data_plane, variables_of_nccl
+from strategies.launch.session import Peers, Session, environment_variables, join_data_plane, variables_of_nccl
 from strategies.launch.workers import Workers, share_of_threads
 from strategies.optim.restricted import numbers_of, parameters_of
 from strategies.optim.trial import check_divisible
@@ -69,7 +68,7 @@ from strategies.pipeline.stage.microbatch.split import NoChunk
 from strategies.pipeline.stage.records import ProcessRecords
 from strategies.pipeline.stage.side_outputs import SideOutputs
 from strategies.pipeline.stage.stage import Stage, chunks_of
-from strategies.pipeline.state.carriers import InSlot, Origin, Parcel, pickled
+from strategies.pipeline.state.carriers import InSlot, Parcel, pickled
 from strategies.pipeline.state.remote_operations import Holder
 from strategies.pipeline.state.returning import PartOfModule, bring_back
 from strategies.pipeline.state.snapshots import check_snapshots
@@ -118,20 +117,17 @@ class _RunningParts:
     """The state of each list of layers of the model."""
     copies: list[StateOfStages]
     """The states of the copies of the model."""
+    recoverer: Recoverer | None
+    """Replaces lost workers and verifies steps; ``None`` if nothing does."""
     ending: ExitStack
     """Ends the pipeline, in the reverse order of its start."""
 
 
-@dataclass(frozen=True)
-class _Connections:
+class _Connections(NamedTuple):
     """The connected workers of a pipeline."""
 
-    transport: Transport | None = None
-    remotes: Sequence[RemoteStage] = ()
-    wait: Wait = wait_here
-    links: Links | None = None
-    unpacked: Sequence[Future[int]] = ()
-    """For each worker, the result of its first command, which it runs when it has its stage."""
+    transport: Transport | None
+    remotes: Sequence[RemoteStage]
 
 
 def _stage_process(processes: Workers | Ranks, i: int) -> StageProcess:
@@ -215,6 +211,7 @@ class Pipeline(NotCopyable):
             optimizers,
             partial(locate, self.stages, model),
             self._prepare_gradients,
+            recorder=self._recorder,
             skips_infinite_steps=skips_infinite_steps,
             divided=divided,
         )
@@ -232,8 +229,7 @@ class Pipeline(NotCopyable):
         self._running: _RunningParts | None = None
         self._workers: Workers | Ranks | None = None
         """The processes of the current session."""
-        self._recovery_settings, self._together = recovery, together
-        self._recovery: Recoverer | None = None
+        self._recovery, self._together = recovery, together
         if recovery is not None:
             check_snapshots()
         self.repairs: list[Repair] = []
@@ -359,8 +355,7 @@ class Pipeline(NotCopyable):
         has_peers = self._replicas is not None or self._parts_of_layers is not None
         if has_peers or any(remote.has_ended for remote in running.executor.remotes):
             self.failures.raise_cause()
-        self._gather(running, with_grads=True)
-        self.close(gather=False)
+        self._return_layers(running)
         self.start()
         assert self._running is not None
         return self._running
@@ -440,14 +435,17 @@ class Pipeline(NotCopyable):
 
     def _record(self) -> None:
         assert self._running is not None
-        self._running.executor.stage.recorder = self.optimizers.recorder = ActionRecorder(self.device)
+        self._running.executor.stage.recorder = ActionRecorder(self.device)
         for remote in self.remotes:
             remote.ask(StageCommands.record, True)  # the answer is empty
+
+    def _recorder(self) -> ActionRecorder | None:
+        return self._running.executor.stage.recorder if self._running is not None else None
 
     def _stop_recording(self) -> Callable[[], list[ProcessRecords]]:
         assert self._running is not None
         stage = self._running.executor.stage
-        recorder, stage.recorder, self.optimizers.recorder = stage.recorder, None, None
+        recorder, stage.recorder = stage.recorder, None
         answers = [remote.ask(StageCommands.record, False) for remote in self.remotes]
         own = (recorder or ActionRecorder(self.device)).recorded()
         return lambda: [*(answer.wait() for answer in answers), own]
@@ -475,8 +473,8 @@ class Pipeline(NotCopyable):
         self.verify()
         recorder = running.executor.stage.recorder
         with self.failures.explained():
-            num_kept = running.executor.wait()
-        if num_kept:
+            running.executor.wait()
+        if running.executor.unfinished:
             raise RuntimeError(
                 "layers can move between steps only, but a step is in progress: call rebalance in a hook such as "
                 "on_train_batch_end or on_train_epoch_end"
@@ -486,11 +484,8 @@ class Pipeline(NotCopyable):
                 recording.stop()
             if recording.is_over:
                 recording.take()
-        try:
-            with self.failures.explained():
-                self._gather(running, with_grads=True)
-        finally:
-            self.close(gather=False)
+        with self.failures.explained():
+            self._return_layers(running)
         try:
             self._divide(balance)
             check()
@@ -503,29 +498,41 @@ class Pipeline(NotCopyable):
     # Recovery from the loss of workers
 
     @property
-    def recovery_bytes(self) -> int:
-        """The memory of all processes that is used to replace lost workers, in bytes."""
-        return self._recovery.size_bytes if self._recovery is not None else 0
+    def log_bytes(self) -> int:
+        """The memory of what is repeated if a worker is lost, in bytes."""
+        recoverer = self._recoverer
+        return recoverer.log_bytes if recoverer is not None else 0
 
-    def _recovering(
-        self, connections: _Connections, session: ExitStack, threads: int, ending: ExitStack
+    @property
+    def _recoverer(self) -> Recoverer | None:
+        return self._running.recoverer if self._running is not None else None
+
+    def _make_recoverer(
+        self, connections: _Connections, session_end: ExitStack, threads: int, after_session: ExitStack
     ) -> Recoverer | None:
-        """Return the object that replaces lost workers; ``None`` if a lost worker ends the run."""
-        if self._recovery_settings is None or not connections.remotes:
+        """Return the object that replaces lost workers; ``None`` if a lost worker ends the run.
+
+        Args:
+            connections: The workers of the first session.
+            session_end: Ends the session, and later each session that follows.
+            threads: Number of threads with which each process computes.
+            after_session: Releases what must outlive the workers.
+        """
+        if self._recovery is None or not connections.remotes:
             return None
-        if isinstance(self._workers, Ranks) and self._recovery_settings.max_restarts:
+        if isinstance(self._workers, Ranks) and self._recovery.max_restarts:
             check_snapshots(are_replaced=self._workers.are_supervised)
         assert connections.transport is not None
         remotes = connections.remotes  # the function below must not keep the connections of the first session
 
-        def restart(failures: Failures, slots: Sequence[InSlot], num_rounds: int) -> Transport:
-            session.close()
+        def restart(failures: Failures, states: Sequence[InSlot], num_rounds: int) -> Transport:
+            session_end.close()
             if self._replicas is not None:
                 self._replicas = replace(self._replicas, round=num_rounds)
             if self._parts_of_layers is not None:
                 self._parts_of_layers = replace(self._parts_of_layers, round=num_rounds)
             client = partial(_renewed, remotes, failures)
-            again = self._open(slots, threads, session, failures, client=client)
+            again = self._start_workers(states, threads, session_end, failures, client=client)
             for recording in self._recordings:
                 recording.lose()
             assert again.transport is not None
@@ -533,11 +540,11 @@ class Pipeline(NotCopyable):
 
         rounds = self._together() if self._together is not None else None
         return Recoverer(
-            self._recovery_settings,
+            self._recovery,
             self.failures,
             connections.transport,
             remotes,
-            self._slots(ending),
+            self._slots(after_session),
             restart,
             self.repairs,
             rounds,
@@ -558,7 +565,7 @@ class Pipeline(NotCopyable):
         first = rounds.rank // size * size
         return InStep(range(first, first + size), any_of)
 
-    def _slots(self, ending: ExitStack) -> list[list[SlotAddress]]:
+    def _slots(self, after_session: ExitStack) -> list[list[SlotAddress]]:
         """Return the two slots of each worker, held by the supervisors of ranks or by this process."""
         if isinstance(self._workers, Ranks):
             return [[SlotAddress(*slot) for slot in slots] for slots in self._workers.slots]
@@ -566,19 +573,19 @@ class Pipeline(NotCopyable):
         for i in range(len(self.stages) - 1):
             held = [Slot.created(f"{i}-{place}") for place in range(NUM_SLOTS)]
             for slot in held:
-                ending.callback(slot.close)
+                after_session.callback(slot.close)
             addresses.append([slot.address for slot in held])
         return addresses
 
     def _between_passes(self, unfinished: Collection[int]) -> None:
         """Take a snapshot if it is due. The executor calls this between two passes."""
-        if self._recovery is not None:
-            self._recovery.between_passes(self.optimizers.num_steps, unfinished)
+        if (recoverer := self._recoverer) is not None:
+            recoverer.between_passes(self.optimizers.num_steps, unfinished)
 
     def before_evaluation(self) -> None:
         """Prepare a long evaluation between two steps; with several pipelines, all call this at the same point."""
-        if self._recovery is not None and self._running is not None:
-            self._recovery.before_evaluation(self.optimizers.num_steps, self._running.executor.unfinished)
+        if self._running is not None and (recoverer := self._running.recoverer) is not None:
+            recoverer.before_evaluation(self.optimizers.num_steps, self._running.executor.unfinished)
 
     def verify(self) -> None:
         """Compute what has run since the last verified step a second time and compare, if that is due.
@@ -589,8 +596,8 @@ class Pipeline(NotCopyable):
         Raises:
             ComputedWrongly: If a stage computes differently the second time.
         """
-        if self._recovery is not None and self._running is not None:
-            self._recovery.verify(self.optimizers.num_steps, self._running.executor.unfinished)
+        if self._running is not None and (recoverer := self._running.recoverer) is not None:
+            recoverer.verify(self.optimizers.num_steps, self._running.executor.unfinished)
 
     # Start
 
@@ -607,14 +614,14 @@ class Pipeline(NotCopyable):
         for optimizer in self.optimizers.optimizers:
             here = [p for p in parameters_of(optimizer) if id(p) not in elsewhere]
             check_divisible(optimizer, [*owned, here])
-        parcels = [self._packed(i, part) for i, part in enumerate(owned)]
+        states = [self._packed(i, part) for i, part in enumerate(owned)]
         numbers = [[numbers_of(optimizer, part) for optimizer in self.optimizers.optimizers] for part in owned]
-        self._warn_of_held_tensors({number for parcel in parcels for number in parcel.built})
+        self._warn_of_held_tensors({number for state in states for number in state.built})
         self.failures = Failures()
         holders: list[Holder] = []
         with ExitStack() as ending:
             try:
-                self._running = self._start(parcels, numbers, holders, ending)
+                self._running = self._start_running(states, numbers, holders, ending)
             except BaseException:
                 for i, holder in enumerate(holders):
                     with suppress(Exception):  # of any kind: the first error is raised; this worker has also failed
@@ -635,12 +642,16 @@ class Pipeline(NotCopyable):
                 stacklevel=2,
             )
 
-    def _start(
-        self, parcels: Sequence[Parcel], numbers: list[list[list[int]]], holders: list[Holder], ending: ExitStack
+    def _start_running(
+        self, states: Sequence[Parcel], numbers: list[list[list[int]]], holders: list[Holder], ending: ExitStack
     ) -> _RunningParts:
-        """Start everything. If an error occurs, ``ending`` ends what has been started.
+        """Start everything.
 
-        Adds an entry to ``holders`` for each stage whose layers have left this process.
+        Args:
+            states: The state of each stage on a worker.
+            numbers: For each of these stages and each optimizer, the numbers of the stage's parameters.
+            holders: Gets an entry for each stage whose layers have left this process.
+            ending: Ends what has been started, also after an error.
         """
         ending.callback(torch.set_num_threads, torch.get_num_threads())
         num_pipelines = prod(peers.count for peers in (self._replicas, self._parts_of_layers) if peers is not None)
@@ -648,21 +659,22 @@ class Pipeline(NotCopyable):
         threads = share_of_threads(num_local) if self._world is None else self._world.num_threads
         torch.set_num_threads(threads)
         keep_freed_memory()
-        closing = ending.enter_context(ExitStack())  # closes the clients of stages, after the session has ended
-        outliving = ending.enter_context(ExitStack())  # closed when all workers have ended
-        session = ending.enter_context(ExitStack())
+        after_session = ending.enter_context(ExitStack())  # closes clients of stages and slots, which outlive workers
+        session_end = ending.enter_context(ExitStack())
 
-        def client(i: int, name: str, hosted: Any, process: StageProcess) -> RemoteStage:
-            remote = RemoteStage(name, hosted, describe(i, self.stages[i]), process, self.failures)
-            closing.callback(remote.close)
+        def client(i: int, name: str, host: Any, process: StageProcess) -> RemoteStage:
+            remote = RemoteStage(name, host, describe(i, self.stages[i]), process, self.failures)
+            after_session.callback(remote.close)
             return remote
 
-        def leave(i: int, remote: RemoteStage) -> None:
+        def move_to_worker(i: int, remote: RemoteStage) -> None:
             holders.append(self._move_to_worker(i, remote))
             ending.callback(holders[-1].end)
 
-        connections = self._open(parcels, threads, session, self.failures, client=client, taken=leave)
-        recovery = self._recovery = self._recovering(connections, session, threads, outliving)
+        connections = self._start_workers(
+            states, threads, session_end, self.failures, client=client, on_started=move_to_worker
+        )
+        recoverer = self._make_recoverer(connections, session_end, threads, after_session)
         remotes = connections.remotes
         averaging: Averaging | None = None
         shared_steps: SharedSteps | None = None
@@ -678,8 +690,8 @@ class Pipeline(NotCopyable):
             averaging.share()
         self.optimizers.connect(remotes, numbers, shared_steps=shared_steps)
         ending.callback(self.optimizers.end)
-        transport = connections.transport if recovery is None else recovery.transport
-        executing = self._executing(remotes, transport, averaging, holders, ending)
+        transport = connections.transport if recoverer is None else recoverer.transport
+        executing = self._make_executor(remotes, transport, averaging, holders, ending)
         if self._blocks is None:
             ending.callback(replaced(self.module, "forward", self._forward))
         else:
@@ -687,20 +699,20 @@ class Pipeline(NotCopyable):
             ending.callback(self._blocks.end)
         parts = parts_of(self.module)
         carry = executing[0].carry_buffers
-        states = [StateOfStages(part, self.stages, remotes, start=start, carry=carry) for start, part in parts]
-        for state in states:
+        of_lists = [StateOfStages(part, self.stages, remotes, start=start, carry=carry) for start, part in parts]
+        for state in of_lists:
             ending.callback(state.end)
         copies: list[StateOfStages] = []
         for number, (copy, stages) in enumerate(self._copies, start=1):
             ending.enter_context(_copy_on_stages(copy.module, stages[:-1]))
             copies.append(StateOfStages(copy.module, stages, remotes, number))
             ending.callback(copies[-1].end)
-        if recovery is not None:
-            ending.callback(recovery.end)
-            recovery.start()
-        return _RunningParts(*executing, states, copies, ending=ending.pop_all())
+        if recoverer is not None:
+            ending.callback(recoverer.end)
+            recoverer.start()
+        return _RunningParts(*executing, of_lists, copies, recoverer, ending=ending.pop_all())
 
-    def _executing(
+    def _make_executor(
         self,
         remotes: Sequence[RemoteStage],
         transport: Transport | None,
@@ -827,83 +839,82 @@ class Pipeline(NotCopyable):
             reports_side_outputs=True,
             placement=self.programs.placement,
             plane=self._plane,
-            is_verified=self._recovery_settings is not None and self._recovery_settings.verify_every_n_steps > 0,
+            is_verified=self._recovery is not None and self._recovery.verify_every_n_steps > 0,
         )
 
-    def _open(
+    def _start_workers(
         self,
-        origins: Sequence[Origin],
+        states: Sequence[Parcel | InSlot],
         threads: int,
-        session: ExitStack,
+        session_end: ExitStack,
         failures: Failures,
         *,
         client: Callable[[int, str, Any, StageProcess], RemoteStage],
-        taken: Callable[[int, RemoteStage], None] = lambda i, remote: None,
+        on_started: Callable[[int, RemoteStage], None] = lambda i, remote: None,
     ) -> _Connections:
         """Start a worker for each stage but the last, place the stage's state on it, and connect all processes.
 
         Args:
-            origins: The origin of the state of each of these stages.
+            states: The state of each of these stages.
             threads: Number of threads with which each process computes.
-            session: Ends what has been started.
+            session_end: Ends what has been started.
             failures: Notes the failures of these workers.
             client: Returns the client of a stage, given its number, and the RPC name, the host and the process of its
                 worker.
-            taken: Called with the number and the client of a stage when its worker has the state.
+            on_started: Called with the number and the client of a stage when its worker has the state.
         """
-        opened = self._connect(origins, threads, session, failures, client) if origins else _Connections()
-        for i, (origin, remote, unpacked) in enumerate(zip(origins, opened.remotes, opened.unpacked, strict=True)):
-            assert opened.links is not None
-            link = opened.links[i]
-            with failures.explained():
-                origin.deliver(partial(send_storages, link=link, wait=opened.wait))
-            failures.result_of(unpacked)
-            remote.connect(Sender(link, ORDERS))
-            taken(i, remote)
-        return opened
-
-    def _connect(
-        self,
-        origins: Sequence[Origin],
-        threads: int,
-        session: ExitStack,
-        failures: Failures,
-        client: Callable[[int, str, Any, StageProcess], RemoteStage],
-    ) -> _Connections:
-        """Start the workers, which begin to load their states, and connect the data plane; see :meth:`_open`."""
-        stages = [describe(i, layers) for i, layers in enumerate(self.stages[:-1])]
-        processes = self._workers = Workers(stages) if self._world is None else Ranks(self._world)
-        started = False
-        session.callback(lambda: processes.stop(grace_seconds=_END_SECONDS if started else 0.0))
-        own = processes.start(timeout_seconds=self.settings.rpc_timeout_sec, threads=threads)
-        started = True
-        clients: list[RemoteStage] = []
-        for i, (stage, origin) in enumerate(zip(stages, origins, strict=True)):
-            name, process = own.name(i), _stage_process(processes, i)
-            try:
-                hosted = rpc.remote(name, host, args=(self._setup(i), origin.carrier(), own), timeout=0)
-            except RuntimeError as error:  # RPC may detect that a process has ended before all are connected
-                raise cause_of(error, stage, process) from error
-            clients.append(client(i, name, hosted, process))
-        watch = Watch(clients, own.timeout_seconds)
-        session.callback(watch.end)
+        if not states:
+            return _Connections(None, ())
+        session, clients = self._start_hosts(states, threads, session_end, client)
+        watch = Watch(clients, session.timeout_seconds)
+        session_end.callback(watch.end)
         wait = InterruptibleWait(failures)
-        session.callback(wait.end)
+        session_end.callback(wait.end)
         for remote in clients:
-            session.callback(remote.disconnect)
-        unpacked = [remote.ask_unlogged(StageCommands.num_kept) for remote in clients]
+            session_end.callback(remote.disconnect)
+        have_states = [remote.ask_unlogged(StageCommands.num_kept) for remote in clients]  # the first command of each
         with failures.explained():
-            links = Links(join_data_plane(own, len(stages), failures.raise_untold))
-        store = partial(store_at, f"{own.rendezvous}/devices", own.size)
+            links = Links(join_data_plane(session, len(clients), failures.raise_untold))
+        store = partial(store_at, f"{session.rendezvous}/devices", session.size)
         routes = routes_of(self.programs.rank_of, self._ties)
-        variables = variables_of_nccl(own) if self._plane == NCCL else {}
+        variables = variables_of_nccl(session) if self._plane == NCCL else {}
         with failures.explained(), environment_variables(**variables):
-            transport = open_transport(self._plane, links, len(stages), self.device, routes, wait, store)
-        session.callback(transport.close)
+            transport = open_transport(self._plane, links, len(clients), self.device, routes, wait, store)
+        session_end.callback(transport.close)
         failures.first.add_done_callback(partial(_abort, ref(transport)))
         if self._plane != GLOO:
             failures.first.add_done_callback(partial(_abort_on_workers, [ref(remote) for remote in clients]))
-        return _Connections(transport, clients, wait, links, unpacked)
+        for i, (state, remote, has_state) in enumerate(zip(states, clients, have_states, strict=True)):
+            with failures.explained():
+                state.deliver(partial(send_storages, link=links[i], wait=wait))
+            failures.result_of(has_state)
+            remote.connect(Sender(links[i], ORDERS))
+            on_started(i, remote)
+        return _Connections(transport, clients)
+
+    def _start_hosts(
+        self,
+        states: Sequence[Parcel | InSlot],
+        threads: int,
+        session_end: ExitStack,
+        client: Callable[[int, str, Any, StageProcess], RemoteStage],
+    ) -> tuple[Session, list[RemoteStage]]:
+        """Start the workers, each of which begins to load its state; see :meth:`_start_workers`."""
+        stages = [describe(i, layers) for i, layers in enumerate(self.stages[:-1])]
+        processes = self._workers = Workers(stages) if self._world is None else Ranks(self._world)
+        started = False
+        session_end.callback(lambda: processes.stop(grace_seconds=_END_SECONDS if started else 0.0))
+        session = processes.start(timeout_seconds=self.settings.rpc_timeout_sec, threads=threads)
+        started = True
+        clients: list[RemoteStage] = []
+        for i, (stage, state) in enumerate(zip(stages, states, strict=True)):
+            name, process = session.name(i), _stage_process(processes, i)
+            try:
+                hosted = rpc.remote(name, host, args=(self._setup(i), state.carrier(), session), timeout=0)
+            except RuntimeError as error:  # RPC may detect that a process has ended before all are connected
+                raise cause_of(error, stage, process) from error
+            clients.append(client(i, name, hosted, process))
+        return session, clients
 
     # End
 
@@ -930,15 +941,22 @@ class Pipeline(NotCopyable):
                     if self._gathers_on_end:
                         self._gather(self._running)
                     else:
-                        self._leave(self._running)
-                    if self._recovery is not None and not is_failing:
-                        self._recovery.end_together()
+                        self._abandon_layers(self._running)
+                    if self._running.recoverer is not None and not is_failing:
+                        self._running.recoverer.end_together()
         finally:
-            running, self._running, self._recovery = self._running, None, None
+            running, self._running = self._running, None
             if running is not None:
                 running.ending.close()
         if gather:
             self.failures.raise_untold()
+
+    def _return_layers(self, running: _RunningParts) -> None:
+        """Return the layers of the workers to this process, with their gradients, and end the workers."""
+        try:
+            self._gather(running, with_grads=True)
+        finally:
+            self.close(gather=False)
 
     def _gather(self, running: _RunningParts, *, with_grads: bool = False) -> None:
         """Return the layers of the workers to this process, for each worker that can still send them."""
@@ -961,7 +979,7 @@ class Pipeline(NotCopyable):
         if lost is not None:
             raise lost
 
-    def _leave(self, running: _RunningParts) -> None:
+    def _abandon_layers(self, running: _RunningParts) -> None:
         """Wait for the workers, but do not fetch their layers. From now on, reading these layers raises an error."""
         running.executor.side_outputs.end()
         self.wait()
@@ -973,10 +991,10 @@ class Pipeline(NotCopyable):
 
 
 def _renewed(
-    remotes: Sequence[RemoteStage], failures: Failures, i: int, name: str, hosted: Any, process: StageProcess
+    remotes: Sequence[RemoteStage], failures: Failures, i: int, name: str, host: Any, process: StageProcess
 ) -> RemoteStage:
     """Return the client of a stage that now runs in another process."""
-    remotes[i].renew(name, hosted, process, failures)
+    remotes[i].renew(name, host, process, failures)
     return remotes[i]
 
 

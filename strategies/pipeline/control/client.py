@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, Protocol, TypeVar
@@ -343,23 +343,6 @@ class NotCopyable:
         )
 
 
-@dataclass(frozen=True)
-class _Callee:
-    """The process to which a call was made.
-
-    Attributes:
-        process: The process of the stage at the time of the call.
-        lost: Done if this process has been given up.
-        failures: Notes the failures of this process.
-        replies: The replies of this process.
-    """
-
-    process: StageProcess
-    lost: Future[None]
-    failures: Failures
-    replies: "_InOrder"
-
-
 class _InOrder:
     """Handles the replies of a process in the order of its calls; threads of RPC may bring them in any order.
 
@@ -388,6 +371,35 @@ class _InOrder:
                 with self._lock:
                     self._next += 1
                     self._is_handling = False
+
+
+@dataclass
+class _Connection:
+    """The process of a stage, and what is known of the calls to it.
+
+    Attributes:
+        name: The RPC name of the process.
+        host: The ``RRef`` to the :class:`~strategies.commands.host.Host` of the stage.
+        process: The process.
+        failures: Notes the failures of the stage.
+        number: The number of the next call.
+        replies: The replies to the calls.
+        lost: Done if the process has been given up.
+        orders: The channel that the stage follows.
+        followed: Done when the stage no longer follows it.
+        repeated: The last command that the stage repeats although its result has arrived before.
+    """
+
+    name: str
+    host: Any
+    process: StageProcess
+    failures: Failures
+    number: int = 0
+    replies: _InOrder = field(default_factory=_InOrder)
+    lost: Future[None] = field(default_factory=Future)
+    orders: Sender | None = None
+    followed: Future[Any] = field(default_factory=Future)
+    repeated: Future[Any] | None = None
 
 
 class Entry(Protocol):
@@ -606,17 +618,10 @@ class RemoteStage(NotCopyable):
     """
 
     def __init__(self, name: str, host: Any, description: str, process: StageProcess, failures: Failures) -> None:
-        self._name, self._host, self.description, self.process = name, host, description, process
-        self.failures = failures
-        self._number, self._replies = 0, _InOrder()
-        self._lost: Future[None] = Future()
+        self._connection = _Connection(name, host, process, failures)
+        self.description = description
         self._queued: deque[Call] = deque()  # the garbage collector may append from any thread
-        self._orders: Sender | None = None
-        self._followed: Future[Any] = Future()
-        """Done when the stage no longer follows its link."""
         self._log: StageLog | None = None
-        self._repeated: Future[Any] | None = None
-        """The last command that the stage repeats although its result has arrived before."""
         self._numbers = itertools.count()
         self.version = 0
         """Changes whenever the stage may have changed a parameter, a buffer or a gradient."""
@@ -641,8 +646,22 @@ class RemoteStage(NotCopyable):
         a cycle that contains a tensor to which autograd refers.
         """
         self.has_closed, self.failures = True, Failures()
-        self._orders = self._log = None
+        self._connection.orders = self._log = None
         self.on_use = _nothing
+
+    @property
+    def process(self) -> StageProcess:
+        """The present process of the stage."""
+        return self._connection.process
+
+    @property
+    def failures(self) -> Failures:
+        """Notes the failures of the stage."""
+        return self._connection.failures
+
+    @failures.setter
+    def failures(self, failures: Failures) -> None:
+        self._connection.failures = failures
 
     def renew(self, name: str, host: Any, process: StageProcess, failures: Failures) -> None:
         """Send commands to a new process from now on, which has taken over the stage from the previous process.
@@ -653,9 +672,7 @@ class RemoteStage(NotCopyable):
             process: The new process.
             failures: Notes the failures of the stage from now on.
         """
-        self._name, self._host, self.process, self.failures = name, host, process, failures
-        self._number, self._replies, self._lost = 0, _InOrder(), Future()
-        self._orders, self._followed, self._repeated = None, Future(), None
+        self._connection = _Connection(name, host, process, failures)
 
     def keep_log(self, log: StageLog) -> None:
         """Keep the commands to the stage in a log from now on."""
@@ -682,28 +699,28 @@ class RemoteStage(NotCopyable):
     @property
     def is_lost(self) -> bool:
         """Whether :meth:`give_up` has been called."""
-        return self._lost.done()
+        return self._connection.lost.done()
 
     def give_up(self, why: str) -> None:
         """Kill the process of the stage, and note that as a failure."""
         error = WorkerLost(f"{self.description}, {self.process.description}, {why}")
         self.failures.add(error, consequence=self.failures.raised)
-        self._lost.set_result(None)
+        self._connection.lost.set_result(None)
         self.process.kill()
 
     def connect(self, orders: Sender) -> None:
         """Make the stage follow the orders of a channel from now on."""
-        self._orders = orders
-        called = _Callee(self.process, self._lost, self.failures, self._replies)
-        reply: Any = unprofiled(rpc.rpc_async, self._name, follow, args=(self._host,), timeout=0)
-        reply.add_done_callback(partial(self._settle, done=self._followed, called=called))
+        self._connection.orders = orders
+        reply = self.begin_beside(follow)
+        reply.add_done_callback(partial(self._settle, done=self._connection.followed, connection=self._connection))
 
     def disconnect(self) -> None:
         """Make the stage stop following its link, if it still does."""
-        if self._orders is not None and not self._followed.done() and not self.failures.any:
+        now = self._connection
+        if now.orders is not None and not now.followed.done() and not now.failures.any:
             self.transmit(pickle.dumps(None))
-            wait([self._followed], _END_SECONDS)
-        self._orders = None
+            wait([now.followed], _END_SECONDS)
+        now.orders = None
 
     def send(self, command: StageCommand[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         """Send a command that has no result. Failures are noted as soon as they are known."""
@@ -717,7 +734,7 @@ class RemoteStage(NotCopyable):
         if self._log is not None:
             order = _SentCalls(self, calls)
             self._log.perform(order, order.run)
-        elif self._orders is None:
+        elif self._connection.orders is None:
             self.call(calls, Future())
         else:
             self.transmit(pickle.dumps(calls))
@@ -756,11 +773,12 @@ class RemoteStage(NotCopyable):
 
     def transmit(self, message: bytes) -> None:
         """Send a pickled order over the link, if the stage still follows the link."""
-        if self._orders is None or self._followed.done():
+        orders = self._connection.orders
+        if orders is None or self._connection.followed.done():
             return
         padded = message.ljust(-(-len(message) // _MESSAGE_BYTES) * _MESSAGE_BYTES, b"\0")
         with suppress(RuntimeError):  # the process of the stage has ended; the reply to ``follow`` reports this
-            self._orders.send(torch.frombuffer(bytearray(padded), dtype=torch.uint8), 0, 0, keep=_MOST_UNDER_WAY)
+            orders.send(torch.frombuffer(bytearray(padded), dtype=torch.uint8), 0, 0, keep=_MOST_UNDER_WAY)
 
     def _taken_from_queue(self) -> list[Call]:
         return [self._queued.popleft() for _ in range(len(self._queued))]
@@ -772,27 +790,26 @@ class RemoteStage(NotCopyable):
             calls: The commands.
             done: Gets the result of the last command.
         """
-        number = self._number
+        now = self._connection  # another process may have taken over the stage when the reply arrives
+        number = now.number
         reply = self.begin_beside(perform, calls, number)
-        self._number += 1
-        # Capture the present process and failures: a new session may have replaced both when the reply arrives.
-        called = _Callee(self.process, self._lost, self.failures, self._replies)
-        settle = partial(self._settle, done=done, called=called)
-        reply.add_done_callback(lambda reply: called.replies.arrived(number, partial(settle, reply)))
+        now.number += 1
+        settle = partial(self._settle, done=done, connection=now)
+        reply.add_done_callback(lambda reply: now.replies.arrived(number, partial(settle, reply)))
         self.transmit(pickle.dumps(number))  # last: after an interrupt, the next call sends it
 
     def repeat(self, calls: Sequence[Call]) -> None:
         """Send commands again, of which the last has a result that has arrived before."""
         repeated = Future[Any]()
         self.call(calls, repeated)
-        self._repeated = repeated
+        self._connection.repeated = repeated
 
     def has_repeated(self) -> bool:
         """Wait until the stage has repeated the commands of :meth:`repeat`; return ``False`` if it has failed."""
-        repeated = self._repeated
+        repeated = self._connection.repeated
         if repeated is None:
             return True
-        wait_for_any(repeated, self._lost)
+        wait_for_any(repeated, self._connection.lost)
         return repeated.done() and repeated.exception() is None
 
     def beside(self, function: Callable[..., R], *args: Any, is_logged: bool = False) -> Reply[R]:
@@ -813,8 +830,9 @@ class RemoteStage(NotCopyable):
 
     def begin_beside(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call ``function(host, ...)`` in the present process of the stage; return a future of torch."""
+        now = self._connection
         try:
-            return unprofiled(rpc.rpc_async, self._name, function, args=(self._host, *args), timeout=0)
+            return unprofiled(rpc.rpc_async, now.name, function, args=(now.host, *args), timeout=0)
         except RuntimeError as error:
             if self.cause_of(error) is error:
                 raise  # else RPC knows already that the process has ended
@@ -864,21 +882,21 @@ class RemoteStage(NotCopyable):
 
     def result_or_loss(self, result: "Future[R]") -> R:
         """Wait for the result of a command; see :meth:`Answer.rescue`."""
-        wait_for_any(result, self._lost)
+        wait_for_any(result, self._connection.lost)
         if self.is_lost and not result.done():
             raise WorkerLost(f"{self.description}, {self.process.description}, was declared lost")
         return result.result()
 
-    def _settle(self, reply: Any, *, done: "Future[Any]", called: "_Callee") -> None:
+    def _settle(self, reply: Any, *, done: "Future[Any]", connection: _Connection) -> None:
         """Handle the reply to a call; runs on a thread of RPC."""
-        process, failures = called.process, called.failures
+        failures = connection.failures
         try:
             value = reply.value()
         except Exception as error:
-            if self._orders is None and done is self._followed:
+            if connection.orders is None and done is connection.followed:
                 return  # the pipeline has ended, and the stage with it
-            lost, has_ended = loss_of(error, self.description, process)
-            killed_by_us = called.lost.done() or (not has_ended and is_consequence(error))
+            lost, has_ended = loss_of(error, self.description, connection.process)
+            killed_by_us = connection.lost.done() or (not has_ended and is_consequence(error))
             failures.add(lost, consequence=killed_by_us)
             done.set_exception(lost)
             return

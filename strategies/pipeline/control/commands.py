@@ -3,8 +3,8 @@
 :class:`~strategies.pipeline.control.client.RemoteStage` sends them;
 :class:`~strategies.pipeline.worker.hosted.HostedStage` implements them. Tensors in arguments and results are on the CPU
 unless stated otherwise. ``module`` is the number of a module of the stage: 0 for its layers, ``k`` for its layers in
-the ``k``-th copy of the model. ``optimizer`` is the number of one of the user's optimizers, and ``number`` is the
-number of a pass.
+the ``k``-th copy of the model. ``optimizer`` is the number of one of the user's optimizers, ``number`` is the number
+of a pass, and ``key`` is that of a part on the shelf or of the result of an operation.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -174,26 +174,22 @@ class StageCommands(Protocol):
         """
 
     @command(only_reads=True)
-    def shelved(self, number: int, pieces: Sequence[Piece]) -> Tensor:
-        """Return bytes of tensors of the part with this number, one piece after another."""
+    def shelved(self, key: int, pieces: Sequence[Piece]) -> Tensor:
+        """Return bytes of tensors of a part on the shelf, one piece after another."""
 
     @command(changes_values=False)
-    def copy_shelved(self, number: int) -> None:
-        """Replace the tensors on the shelf by copies, which later commands do not change."""
+    def copy_shelved(self, key: int) -> None:
+        """Replace the tensors of a part on the shelf by copies, which later commands do not change."""
 
     @command(changes_values=False, can_wait=True)
-    def free(self, number: int) -> None:
+    def free(self, key: int) -> None:
         """Free the result of an operation, or a part on the shelf, to which the driver refers no more."""
 
     # Snapshots, see strategies.pipeline.state.snapshots
 
     @command(changes_values=False, doing="snapshot")
-    def snapshot(self, number: int, address: SlotAddress) -> int:
-        """Copy the state of the stage into a slot, as the snapshot with this number.
-
-        Returns:
-            The memory of the slot, in bytes.
-        """
+    def snapshot(self, number: int, address: SlotAddress) -> None:
+        """Copy the state of the stage into a slot, as the snapshot with this number."""
 
     # Verification, see strategies.pipeline.recovery.verification
 

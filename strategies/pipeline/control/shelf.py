@@ -55,9 +55,9 @@ def beside(stage: RemoteStage, number: int, pieces: Sequence[Piece]) -> Tensor:
     return stage.beside(_from_shelf, number, pieces).wait()
 
 
-def _from_shelf(stage: Any, number: int, pieces: Sequence[Piece]) -> Tensor:
-    """Return bytes from the shelf; runs on an RPC thread of a worker, whose stage is behind an ``RRef``."""
-    content: Tensor = stage.local_value().hosted.shelved(number, pieces)
+def _from_shelf(host: Any, number: int, pieces: Sequence[Piece]) -> Tensor:
+    """Return bytes from the shelf; runs on an RPC thread of a worker, whose host is behind an ``RRef``."""
+    content: Tensor = host.local_value().hosted.shelved(number, pieces)
     return content
 
 

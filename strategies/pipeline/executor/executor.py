@@ -132,7 +132,7 @@ class Executor(NotCopyable):
         """Number of the current or most recent pass."""
         self._shared = self._state_of_ties()
         self.unfinished: set[int] = set()
-        """Passes whose backward part may follow but has not begun."""
+        """Passes whose backward part may follow but has not begun. Under ``1f1b``, it is the call of ``backward``."""
 
     def begin(
         self,
@@ -264,13 +264,10 @@ class Executor(NotCopyable):
         if self._num_backward > self._num_averaged:
             self.average_gradients()
 
-    def wait(self) -> int:
-        """Wait until every stage has run its commands. Passes and optimizer steps do not wait for all stages.
-
-        Returns the number of micro-batches that wait for their backward pass, in all stages.
-        """
-        answers = [remote.ask(StageCommands.num_kept) for remote in self.remotes]
-        return sum(answer.wait() for answer in answers) + self.stage.num_kept
+    def wait(self) -> None:
+        """Wait until every stage has run its commands. Passes and optimizer steps do not wait for all stages."""
+        for answer in [remote.ask(StageCommands.num_kept) for remote in self.remotes]:
+            answer.wait()
 
     def discard(self, number: int) -> None:
         """Make every stage discard a pass whose backward part can no longer follow."""

@@ -52,6 +52,7 @@ class PipelineOptimizers:
         locate: Names a parameter and the stage that holds it, for messages.
         prepare: Called before a step or another use of gradients; all stages take part in it then, and gradients are
             averaged over replicas.
+        recorder: Returns what records the steps on the driver; ``None`` while no step is recorded.
         skips_infinite_steps: Whether a gradient scaler skips steps with infinite gradients. In that case no warning
             reports them.
         divided: How several pipelines divide parameters; ``None`` if they do not.
@@ -63,6 +64,7 @@ class PipelineOptimizers:
         locate: Callable[[Tensor], str],
         prepare: Callable[[], None],
         *,
+        recorder: Callable[[], ActionRecorder | None] = lambda: None,
         skips_infinite_steps: bool = False,
         divided: DividedModel | None = None,
     ) -> None:
@@ -76,8 +78,7 @@ class PipelineOptimizers:
         self._shipped = [_group_sizes(optimizer) for optimizer in self.optimizers]
         self.shared_steps: SharedSteps | None = None
         self.references = References()
-        self.recorder: ActionRecorder | None = None
-        """Records when the optimizers step on the driver; ``None`` while no step is recorded."""
+        self._recorder = recorder
 
     def connect(
         self,
@@ -147,8 +148,8 @@ class PipelineOptimizers:
         self.num_steps += 1
         for remote in self.remotes:
             remote.send(StageCommands.step, k, values, scaling, torch.get_default_dtype(), arguments)
-        if self.recorder is not None:
-            self.recorder.begin()
+        if (recorder := self._recorder()) is not None:
+            recorder.begin()
         if self.shared_steps is not None:
             self.shared_steps.before_step(optimizer)
 
@@ -156,8 +157,9 @@ class PipelineOptimizers:
         """Send new values to the other replicas if they divide steps. Called after each step on the driver."""
         if self.shared_steps is not None:
             self.shared_steps.after_step(optimizer)
-        if self.recorder is not None and not runs_own_code(optimizer):  # otherwise this is a part of a step
-            self.recorder.end("step")
+        recorder = self._recorder()
+        if recorder is not None and not runs_own_code(optimizer):  # otherwise this is a part of a step
+            recorder.end("step")
 
     def call_method(self, optimizer: Optimizer, call: MethodCall) -> Any:
         """Call a method of an optimizer on every stage, such as the switch between training and evaluation weights.

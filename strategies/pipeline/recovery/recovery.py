@@ -22,7 +22,7 @@ from strategies.pipeline.state.carriers import InSlot
 from strategies.pipeline.state.snapshots import Snapshot, Snapshots
 from strategies.pipeline.transport.interface import Transport
 from strategies.pipeline.transport.journal import Comparison
-from strategies.pipeline.transport.slots import NUM_SLOTS, SlotAddress
+from strategies.pipeline.transport.slots import SlotAddress
 
 MOST_LOGGED_BYTES = 2**28
 """If the log exceeds this size, a snapshot is taken before it is due."""
@@ -69,10 +69,8 @@ class Recoverer:
         self.transport = LoggedTransport(self._log, transport, [remote.description for remote in remotes])
         """The transport of the driver's stage, which stays the same in all sessions."""
         self._snapshots = Snapshots(slots)
-        self._answers: list[Answer[int]] = []
+        self._answers: list[Answer[None]] = []
         """The answers of the workers to the last order of a snapshot."""
-        self._slot_bytes = [0] * NUM_SLOTS
-        """The memory of the slots at each place."""
         self._repairs = Repairs(settings.max_restarts, self._log, self._kill, self._replace, self.transport.fail, done)
         self._together, self._in_step = None, in_step
         if rounds is not None:
@@ -109,9 +107,9 @@ class Recoverer:
             self._together.end()
 
     @property
-    def size_bytes(self) -> int:
-        """Memory in bytes of the snapshots of all processes and of the log."""
-        return sum(self._slot_bytes) + self._log.size_bytes
+    def log_bytes(self) -> int:
+        """The memory of the log, in bytes."""
+        return self._log.size_bytes
 
     def between_passes(self, num_steps: int, unfinished: Collection[int], *, is_due: bool = False) -> None:
         """Take a snapshot if it is due. No pass is under way. Pipelines in step with this one call this together.
@@ -332,9 +330,8 @@ class Recoverer:
 
     def _complete(self) -> None:
         """Wait until the last snapshot is complete."""
-        if self._answers:
-            place = self._snapshots.ordered[-1].place
-            self._slot_bytes[place] = sum(answer.wait() for answer in self._answers)
+        for answer in self._answers:
+            answer.wait()
 
     def _forget(self) -> None:
         """Drop the part of the log before the last usable snapshot."""

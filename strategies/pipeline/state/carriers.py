@@ -54,16 +54,6 @@ class Carrier(Protocol):
         """Return the state, in newly allocated memory. Called once, in the process of the worker."""
 
 
-class Origin(Protocol):
-    """The place of the state of a stage, as the driver sees it."""
-
-    def carrier(self) -> Carrier:
-        """Return the carrier for the worker. Called once."""
-
-    def deliver(self, send: Callable[[list[UntypedStorage]], None]) -> None:
-        """Send what the carrier does not contain. Called when all workers have begun to take their states."""
-
-
 @dataclass(frozen=True)
 class Shipped:
     """A state that the driver sends: the pickle of the state. The driver sends the large storages afterwards.
@@ -148,10 +138,6 @@ class StageSlots:
             RuntimeError: If the slot does not have this snapshot whole.
         """
         return _state_in(self._slot(address), number, device)
-
-    def size_bytes(self, address: SlotAddress) -> int:
-        """The memory of a slot, in bytes."""
-        return self._slot(address).size_bytes
 
     def _slot(self, address: SlotAddress) -> Slot:
         if address not in self._opened:

@@ -352,26 +352,25 @@ class HostedStage(StageCommands):
         self._activity.doing = _PLACING[part.kind]
         self.held.place(part, content)
 
-    def shelved(self, number: int, pieces: Sequence[Piece]) -> Tensor:
-        tensors = self.held.shelf[number]
+    def shelved(self, key: int, pieces: Sequence[Piece]) -> Tensor:
+        tensors = self.held.shelf[key]
         return torch.cat([bytes_of(tensors[path])[start:stop].cpu() for path, start, stop in pieces])
 
-    def copy_shelved(self, number: int) -> None:
+    def copy_shelved(self, key: int) -> None:
         shelf = self.held.shelf
-        shelf[number] = {path: tensor.to("cpu", copy=True) for path, tensor in shelf[number].items()}
+        shelf[key] = {path: tensor.to("cpu", copy=True) for path, tensor in shelf[key].items()}
 
-    def free(self, number: int) -> None:
-        self.held.computed.pop(number, None)
-        self.held.shelf.pop(number, None)
+    def free(self, key: int) -> None:
+        self.held.computed.pop(key, None)
+        self.held.shelf.pop(key, None)
 
     # Snapshots
 
-    def snapshot(self, number: int, address: SlotAddress) -> int:
+    def snapshot(self, number: int, address: SlotAddress) -> None:
         if self._repeated is None:
             self._slots.write(address, number, self.held.whole())
         else:
             self._repeated.state += differing(self._slots.read(address, number, _CPU), self.held.whole())
-        return self._slots.size_bytes(address)
 
     # Verification
 

@@ -289,8 +289,8 @@ class CannotLeave(Everything):
         self.sequential_module[6] = LooksAtItself()
 
 
-def refused() -> None:
-    strategy, devices, *_ = CASES["gpipe"]
+def refused(name: str) -> None:
+    strategy, devices, *_ = CASES[name]
     impossible = [
         Refused([3, 3, 2], MisconfigurationException, "provided balance sum: 8", "on_train_epoch_end"),
         Refused([4, 5], MisconfigurationException, "is for 2 stages, but there are 3", "on_train_epoch_end"),
@@ -307,8 +307,10 @@ def refused() -> None:
         outcome.trainer.strategy.rebalance([1, 4, 4])
 
 
-def test_what_cannot_be_moved_stays_where_it_is() -> None:
-    run(refused)
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_what_cannot_be_moved_stays_where_it_is(name: str) -> None:
+    """Under ``1f1b``, all backward passes of a step have run when Lightning clears the gradients."""
+    run(refused, name)
 
 
 class BuiltLater(Small):

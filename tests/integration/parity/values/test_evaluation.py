@@ -34,7 +34,7 @@ class Layer(nn.Module):
 
 
 def num_calls(pipeline: Pipeline) -> list[int]:
-    return [remote._number for remote in pipeline.remotes]
+    return [remote._connection.number for remote in pipeline.remotes]
 
 
 def passes() -> list[float]:
