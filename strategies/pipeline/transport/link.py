@@ -322,7 +322,7 @@ class Sent:
     transfer: Transfer | None = None
 
 
-Message = tuple[tuple[int, int], Layout, list[Tensor] | None]
+_Value = tuple[tuple[int, int], Layout, list[Tensor] | None]
 """A value that has arrived: its pass and micro-batch, its layout, and its tensors, unless a device plane carries
 them."""
 
@@ -344,7 +344,7 @@ class _Arrivals:
     small_bytes: int
     has_content: bool
     layouts: dict[int, Layout] = field(default_factory=dict)
-    early: deque[Message] = field(default_factory=deque)
+    early: deque[_Value] = field(default_factory=deque)
     has_failed: bool = False
 
 
@@ -387,7 +387,7 @@ class Link:
         """Let values of a channel arrive."""
         self._arrivals[channel] = arrivals
 
-    def take(self, channel: int, wait: Wait, timeout: timedelta) -> Message:
+    def take(self, channel: int, wait: Wait, timeout: timedelta) -> _Value:
         """Wait for the next value of a channel, and keep the values of other channels that come before it.
 
         Args:
