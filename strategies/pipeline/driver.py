@@ -151,7 +151,7 @@ class Pipeline(NotCopyable):
         model: The model that contains ``module``. A layer that refers to the model cannot be sent to a worker.
         seeds: Source of the layers' seeds; by default the global generator of this process.
         replicas: The other pipelines, if there are several.
-        parts: The pipelines that divide the layers of each stage, if there are several.
+        layer_peers: The pipelines that divide the layers of each stage, if there are several.
         divided: How they divide the layers. Parameters of the model are the parts of this pipeline.
         world: The ranks of this run, if a launcher such as torchrun started the processes.
         copies: Copies of ``model`` to which operations on all stages also apply. They cannot be called while the
@@ -180,7 +180,7 @@ class Pipeline(NotCopyable):
         model: nn.Module | None = None,
         seeds: Seeds | None = None,
         replicas: Replicas | None = None,
-        parts: Peers | None = None,
+        layer_peers: Peers | None = None,
         divided: DividedModel | None = None,
         world: World | None = None,
         copies: Sequence[ModelCopy] = (),
@@ -219,7 +219,7 @@ class Pipeline(NotCopyable):
         """The failures of all processes since the last start, in the first session and in those that repairs begin."""
         self._devices, self.settings = devices, settings
         self._seeds, self._replicas, self._world = seeds or Seeds.ahead_of_the_process(), replicas, world
-        self._parts_of_layers, self.divided = parts, divided
+        self._layer_peers, self.divided = layer_peers, divided
         self._construction = construction
         self._blocks: DeferredBlocks | None = None
         if isinstance(module, nn.ModuleList):
@@ -352,7 +352,7 @@ class Pipeline(NotCopyable):
             raise RuntimeError("the pipeline has ended, so this forward function of its module can no longer be called")
         if not self.failures.raised:
             return running
-        has_peers = self._replicas is not None or self._parts_of_layers is not None
+        has_peers = self._replicas is not None or self._layer_peers is not None
         if has_peers or any(remote.has_ended for remote in running.executor.remotes):
             self.failures.raise_cause()
         self._return_layers(running)
@@ -529,8 +529,8 @@ class Pipeline(NotCopyable):
             session_end.close()
             if self._replicas is not None:
                 self._replicas = replace(self._replicas, round=num_rounds)
-            if self._parts_of_layers is not None:
-                self._parts_of_layers = replace(self._parts_of_layers, round=num_rounds)
+            if self._layer_peers is not None:
+                self._layer_peers = replace(self._layer_peers, round=num_rounds)
             client = partial(_renewed, remotes, failures)
             again = self._start_workers(states, threads, session_end, failures, client=client)
             for recording in self._recordings:
@@ -553,7 +553,7 @@ class Pipeline(NotCopyable):
 
     def _in_step(self, rounds: Rounds) -> InStep | None:
         """Return the pipelines that divide layers or parameters with this one, which have successive numbers."""
-        size = self._parts_of_layers.count if self._parts_of_layers is not None else rounds.size
+        size = self._layer_peers.count if self._layer_peers is not None else rounds.size
         if self.divided is None or size == 1:
             return None
 
@@ -654,7 +654,7 @@ class Pipeline(NotCopyable):
             ending: Ends what has been started, also after an error.
         """
         ending.callback(torch.set_num_threads, torch.get_num_threads())
-        num_pipelines = prod(peers.count for peers in (self._replicas, self._parts_of_layers) if peers is not None)
+        num_pipelines = prod(peers.count for peers in (self._replicas, self._layer_peers) if peers is not None)
         num_local = len(self.stages) * num_pipelines
         threads = share_of_threads(num_local) if self._world is None else self._world.num_threads
         torch.set_num_threads(threads)
@@ -680,8 +680,8 @@ class Pipeline(NotCopyable):
         shared_steps: SharedSteps | None = None
         if self._replicas is not None:
             averaging, shared_steps = self._join_replicas(self._replicas, ending)
-        if self._parts_of_layers is not None:
-            divided_layers.connect(TensorGroup(*self._join(self._parts_of_layers, ending)))
+        if self._layer_peers is not None:
+            divided_layers.connect(TensorGroup(*self._join(self._layer_peers, ending)))
             ending.callback(divided_layers.connect, None)
         for remote in remotes:
             remote.on_use = self._bypass.note_use
@@ -834,7 +834,7 @@ class Pipeline(NotCopyable):
             deferred_batch_norm=self.settings.deferred_batch_norm,
             ties=self._ties,
             replicas=self._replicas,
-            parts=self._parts_of_layers,
+            layer_peers=self._layer_peers,
             call=call_in_turn if self._blocks is None else call_blocks,
             reports_side_outputs=True,
             placement=self.programs.placement,

@@ -33,7 +33,7 @@ class PipelineArguments(TypedDict, total=False):
     copies: Sequence[ModelCopy]
     divided: DividedModel | None
     gathers_on_end: bool
-    parts: Peers | None
+    layer_peers: Peers | None
     recovery: Recovery | None
     replicas: Replicas | None
     seeds: Seeds | None

@@ -208,7 +208,7 @@ class ReplicatedStrategy(ParallelStrategy):
         place = self.global_rank, self.world_size
         return Replicas(*place, url, timeout_seconds, address, name, zero_stage=zero_stage)
 
-    def parts(self, timeout_seconds: float) -> Peers | None:
+    def layer_peers(self, timeout_seconds: float) -> Peers | None:
         """Return the description of the pipelines of this replica. Collective: every pipeline calls this."""
         if self._num_parts == 1:
             return None

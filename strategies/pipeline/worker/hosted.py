@@ -128,8 +128,8 @@ class HostedStage(StageCommands):
         if setup.replicas is not None and setup.replicas.zero_stage == 3:
             assert self._replicas is not None
             divided_layers.connect(ReplicaGroup(self._replicas, activity.wait, self._note))
-        if setup.parts is not None:
-            group = activity.wait(partial(setup.parts.join, setup.index))
+        if setup.layer_peers is not None:
+            group = activity.wait(partial(setup.layer_peers.join, setup.index))
             divided_layers.connect(TensorGroup(group, activity.wait, self._note))
         self._begin(state, optimizers)
         if self._averaging is not None and state.random_state is None:

@@ -24,7 +24,7 @@ class StageSetup:
         deferred_batch_norm: See :class:`~strategies.pipeline.stage.layers.Layers`.
         ties: The parameters that several stages share.
         replicas: The other pipelines, if there are several.
-        parts: The pipelines that divide the layers of this stage, if there are several.
+        layer_peers: The pipelines that divide the layers of this stage, if there are several.
         call: How the layers are called; see :class:`~strategies.pipeline.stage.layers.Layers`.
         reports_side_outputs: Whether the stage reports which layers have side outputs.
         placement: The process of each chunk.
@@ -37,7 +37,7 @@ class StageSetup:
     deferred_batch_norm: bool
     ties: list[Tie] = field(default_factory=list)
     replicas: Replicas | None = None
-    parts: Peers | None = None
+    layer_peers: Peers | None = None
     call: CallLayers = call_in_turn
     reports_side_outputs: bool = False
     placement: Placement = field(default_factory=lambda: Placement((0,)))

@@ -151,7 +151,8 @@ class TensorParallel(Feature):
         self._optimizers = optimizers
         for optimizer in optimizers:
             self._model.divide_states(optimizer)
-        return {"parts": prepared.ranks.parts(prepared.settings.patience_seconds), "divided": self._model}
+        layer_peers = prepared.ranks.layer_peers(prepared.settings.patience_seconds)
+        return {"layer_peers": layer_peers, "divided": self._model}
 
     def begin(self, run: Run) -> Iterable[Undo]:
         """Check that all pipelines get the same batches, and compute the same in the first step."""
