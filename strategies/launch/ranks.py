@@ -151,7 +151,7 @@ class World:
         return store.add(f"sessions/{self.driver}", 1)
 
 
-def call_key(driver: int, number: int) -> str:
+def session_key(driver: int, number: int) -> str:
     """The key of a driver's session ``number``, from 1."""
     return f"sessions/{driver}/{number}"
 
@@ -168,7 +168,7 @@ class Ranks:
         self._world = world
         self._session: Session | None = None
         self._store: dist.Store | None = None
-        self._call = ""
+        self._session_key = ""
         self._processes: dict[int, tuple[str, int]] = {}
         self.slots: list[list[tuple[str, int]]] = []
         """The slots for snapshots of each worker, on its host: path and inode of each."""
@@ -195,11 +195,11 @@ class Ranks:
             notes=tempfile.mkdtemp(prefix="relay-"),
         )
         number = world.next_number(store)
-        self._session, self._store, self._call = session, store, call_key(world.rank, number)
+        self._session, self._store, self._session_key = session, store, session_key(world.rank, number)
         self._links = world.links(number, timeout_seconds)
-        store.set(self._call, session.to_json())
-        ready = [ready_key(self._call, stage) for stage in range(len(world.workers))]
-        seconds = _ARRIVAL_SECONDS if self._call.endswith("/1") else _ARRIVAL_SECONDS_LATER
+        store.set(self._session_key, session.to_json())
+        ready = [ready_key(self._session_key, stage) for stage in range(len(world.workers))]
+        seconds = _ARRIVAL_SECONDS if self._session_key.endswith("/1") else _ARRIVAL_SECONDS_LATER
         if not appear(store, ready, seconds, self._check_arrival):
             late = [rank for rank, key in zip(world.workers, ready, strict=True) if not store.check([key])]
             raise RuntimeError(
@@ -239,7 +239,7 @@ class Ranks:
                     "run again, such as with torchrun --max-restarts=1, from the last checkpoint"
                 )
 
-    def process(self, stage: int) -> str:
+    def describe(self, stage: int) -> str:
         """Describe a worker's process."""
         host, pid = self._processes[stage]
         return f"process {pid} (rank {self._world.workers[stage]}) on {host}"
@@ -273,8 +273,8 @@ class Ranks:
         for stage in self._processes:
             if (how := self.ended(stage)) is not None:
                 assert self._store is not None
-                self._store.set(over_key(self._call), "")
-                raise WorkerLost(f"stage {stage}, {self.process(stage)}, {how}")
+                self._store.set(over_key(self._session_key), "")
+                raise WorkerLost(f"stage {stage}, {self.describe(stage)}, {how}")
 
     def stop(self, *, grace_seconds: float) -> None:
         """End the session. The workers then wait for the next session. Can be called at any time."""
@@ -283,7 +283,7 @@ class Ranks:
             self._links = None
         if self._store is not None:
             with suppress_of_lost_store():
-                self._store.set(over_key(self._call), "")
+                self._store.set(over_key(self._session_key), "")
             self._store = None
         if self._joined:
             leave_rpc()
@@ -292,9 +292,9 @@ class Ranks:
             self._session.forget()
 
 
-def ready_key(call: str, stage: int) -> str:
+def ready_key(key: str, stage: int) -> str:
     """The key under which a worker confirms that it has read the session, with its host, process id and slots."""
-    return f"{call}/ready/{stage}"
+    return f"{key}/ready/{stage}"
 
 
 def supervisor_key(rank: int) -> str:
@@ -302,9 +302,9 @@ def supervisor_key(rank: int) -> str:
     return f"supervisor/{rank}"
 
 
-def over_key(call: str) -> str:
+def over_key(key: str) -> str:
     """The key that a driver sets at the end of a session."""
-    return f"{call}/over"
+    return f"{key}/over"
 
 
 def gone_key(rank: int) -> str:
@@ -318,7 +318,7 @@ def dismiss(world: World, store: dist.Store, *, has_failed: bool = False) -> Non
     failed = has_failed or hasattr(sys, "last_value") or HostLinks.lost is not None  # an uncaught exception
     seconds = _FAREWELL_SECONDS_AFTER_ERROR if failed else _FAREWELL_SECONDS
     with suppress(dist.DistNetworkError) if has_failed else suppress_of_lost_store():
-        store.set(call_key(world.rank, world.next_number(store)), "")
+        store.set(session_key(world.rank, world.next_number(store)), "")
         store.set(gone_key(world.rank), "")
         appear(store, [gone_key(rank) for rank in listeners], seconds)
 

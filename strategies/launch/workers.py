@@ -74,8 +74,8 @@ class Workers:
         (Path(self._directory) / "session.json").write_text(session.to_json())
         self._patience_seconds = max(_START_SECONDS, timeout_seconds)
         deadline = time.monotonic() + self._patience_seconds
-        for rank in range(self._count):
-            self._processes.append(self._spawn(session, rank, deadline))
+        for stage in range(self._count):
+            self._processes.append(self._spawn(session, stage, deadline))
         self._wait_until_ready(deadline)
         self._joined = True
         join_rpc(session, self._count, self._check)
@@ -83,30 +83,30 @@ class Workers:
             server.import_later()
         return session
 
-    def process(self, rank: int) -> str:
+    def describe(self, stage: int) -> str:
         """Describe a worker's process."""
-        return f"process {self._processes[rank].pid} on {socket.gethostname()}"
+        return f"process {self._processes[stage].pid} on {socket.gethostname()}"
 
-    def ended(self, rank: int, *, wait_seconds: float = 0.0) -> str | None:
+    def ended(self, stage: int, *, wait_seconds: float = 0.0) -> str | None:
         """Describe how a worker's process ended, and its last activity; ``None`` if it still runs.
 
         The connections of a process close shortly before it ends, so this may wait for ``wait_seconds``.
         """
-        process = self._processes[rank]
+        process = self._processes[stage]
         try:
             process.wait(wait_seconds)
         except subprocess.TimeoutExpired:
             return None
-        return f"{end_of(process)} {self.doing(rank)}"
+        return f"{end_of(process)} {self.doing(stage)}"
 
-    def doing(self, rank: int) -> str:
+    def doing(self, stage: int) -> str:
         """Describe the current or most recent activity of a worker."""
         assert self._session is not None
-        return noted(self._session.note(rank))
+        return noted(self._session.note(stage))
 
-    def kill(self, rank: int) -> None:
+    def kill(self, stage: int) -> None:
         """Kill a worker's process."""
-        self._processes[rank].kill()
+        self._processes[stage].kill()
 
     def stop(self, *, grace_seconds: float) -> None:
         """End the session: wait for the workers to end, then kill the remaining ones. Can be called at any time."""
@@ -124,10 +124,10 @@ class Workers:
                 shutil.rmtree(self._directory, ignore_errors=True)
                 self._directory = ""
 
-    def _spawn(self, session: Session, rank: int, deadline: float) -> Process:
+    def _spawn(self, session: Session, stage: int, deadline: float) -> Process:
         """Start a worker: a fork of a fork server if there is one, otherwise a new interpreter."""
         environment = environment_of_worker(session.paths, threads=session.threads)
-        arguments = [rank, session.driver_pid, self._directory]
+        arguments = [stage, session.driver_pid, self._directory]
         command = [sys.executable, "-m", "strategies.pipeline", "worker", *map(str, arguments)]
         server = fork_server(session.threads)
         if server is not None:
@@ -137,7 +137,7 @@ class Workers:
                     arguments,
                     environment=environment,
                     paths=session.paths,
-                    name=f"relay-worker-{rank}",
+                    name=f"relay-worker-{stage}",
                     command=command,
                     stdin=subprocess.PIPE,
                     outlives_server=True,
@@ -145,35 +145,35 @@ class Workers:
                 )
             except TimeoutError:
                 OwnForkServer.discard()
-                raise self._late(range(rank, self._count)) from None
+                raise self._late(range(stage, self._count)) from None
             except OSError:  # the server has ended or cannot fork; if a new interpreter also fails, it reports why
                 OwnForkServer.discard_if_ended()
         return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE)
 
     def _check(self) -> None:
         """If a worker has ended while other processes wait for it, end all workers and raise an error."""
-        for rank in range(self._count):
-            if (how := self.ended(rank)) is not None:
+        for stage in range(self._count):
+            if (how := self.ended(stage)) is not None:
                 for process in self._processes:
                     process.kill()
-                was_killed = (self._processes[rank].poll() or 0) < 0
+                was_killed = (self._processes[stage].poll() or 0) < 0
                 kind = WorkerLost if was_killed else RuntimeError  # a worker that ended by itself would do so again
-                raise kind(f"{self._stages[rank]}, {self.process(rank)}, {how}; see its output above")
+                raise kind(f"{self._stages[stage]}, {self.describe(stage)}, {how}; see its output above")
 
     def _wait_until_ready(self, deadline: float) -> None:
         waiting = set(range(self._count))
         while waiting:
-            for rank in sorted(waiting):
-                if (Path(self._directory) / f"ready-{rank}").exists():
-                    waiting.discard(rank)
+            for stage in sorted(waiting):
+                if (Path(self._directory) / f"ready-{stage}").exists():
+                    waiting.discard(stage)
             self._check()
             if time.monotonic() > deadline:
                 raise self._late(sorted(waiting))
             time.sleep(0.001)
 
-    def _late(self, ranks: Sequence[int]) -> RuntimeError:
+    def _late(self, stages: Sequence[int]) -> RuntimeError:
         return RuntimeError(
-            f"the workers of stages {list(ranks)} did not start within {self._patience_seconds:g} s: check the memory "
+            f"the workers of stages {list(stages)} did not start within {self._patience_seconds:g} s: check the memory "
             "and the load of this host, and whether a process on it has been stopped"
         )
 

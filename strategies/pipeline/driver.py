@@ -132,7 +132,7 @@ class _Connections(NamedTuple):
 
 def _stage_process(processes: Workers | Ranks, i: int) -> StageProcess:
     return StageProcess(
-        processes.process(i),
+        processes.describe(i),
         ended=lambda: processes.ended(i, wait_seconds=0.5),
         doing=lambda: processes.doing(i),
         kill=lambda: processes.kill(i),

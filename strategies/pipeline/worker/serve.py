@@ -29,10 +29,10 @@ from strategies.launch.ranks import (
     World,
     appear,
     become_worker,
-    call_key,
     gone_key,
     over_key,
     ready_key,
+    session_key,
     supervisor_key,
 )
 from strategies.launch.session import Session, join_rpc
@@ -55,16 +55,16 @@ def main(world: World, number: int, supervisor: int = 0, slots: str = "") -> Non
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a notice of SLURM, which Lightning handles on the driver
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     store = world.store()
-    call, session = _next_session(world, store, number)
+    key, session = _next_session(world, store, number)
     leave = partial(_leave, world, store, number, supervisor)
     links = world.links(number, session.timeout_seconds)
     if links is not None:
         links.wait_until_connected()
     try:
         held = json.loads(slots) if supervisor else memory_files(f"relay-snapshot-{world.rank}")
-        _serve(world, store, call, session, leave, supervisor, held)
+        _serve(world, store, key, session, leave, supervisor, held)
     except RuntimeError as error:
-        if not _is_over(store, call):
+        if not _is_over(store, key):
             session.forget()  # because the driver can no longer do this
             why = HostLinks.wait_for_lost() or f"its driver, rank {world.driver}, is gone: {error}"
             sys.stderr.write(f"rank {world.rank} ends, because {why}\n")
@@ -100,11 +100,11 @@ def _leave(world: World, store: dist.Store, number: int, supervisor: int) -> NoR
 
 def _next_session(world: World, store: dist.Store, number: int) -> tuple[str, Session]:
     """Wait for the key and the description of a session. If the driver ends instead, end this process."""
-    call = call_key(world.driver, number)
+    key = session_key(world.driver, number)
     try:
-        store.wait([call], _FOREVER)
-        if session := store.get(call).decode():
-            return call, Session.from_json(session)
+        store.wait([key], _FOREVER)
+        if session := store.get(key).decode():
+            return key, Session.from_json(session)
         store.set(gone_key(world.rank), "")
     except dist.DistNetworkError:
         pass  # the process with the store has ended and reports its errors; this process has no state to save
@@ -114,7 +114,7 @@ def _next_session(world: World, store: dist.Store, number: int) -> tuple[str, Se
 def _serve(
     world: World,
     store: dist.Store,
-    call: str,
+    key: str,
     session: Session,
     leave: Callable[[], NoReturn],
     supervisor: int,
@@ -129,14 +129,14 @@ def _serve(
     stage = world.place_of(world.rank) - 1
     if supervisor:
         store.set(supervisor_key(world.rank), json.dumps([socket.gethostname(), supervisor]))
-    store.set(ready_key(call, stage), json.dumps([socket.gethostname(), os.getpid(), slots]))
+    store.set(ready_key(key, stage), json.dumps([socket.gethostname(), os.getpid(), slots]))
     if supervisor:
         note_session(session.driver_pid if world.is_on_host_of_driver else 0)
-    with _ending_with(world, call, session, leave if supervisor else None):
+    with _ending_with(world, key, session, leave if supervisor else None):
         join_rpc(session, stage)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from here on the driver needs the state in this process
     asked, asked_at = None, 0.0
-    while not store.check([over_key(call)]):
+    while not store.check([over_key(key)]):
         time.sleep(_LOOK_SECONDS)
         if asked is not None and asked.done():
             asked.wait()
@@ -146,12 +146,12 @@ def _serve(
 
 
 @contextmanager
-def _ending_with(world: World, call: str, session: Session, leave: Callable[[], NoReturn] | None) -> Iterator[None]:
+def _ending_with(world: World, key: str, session: Session, leave: Callable[[], NoReturn] | None) -> Iterator[None]:
     """Context that ends this process if the driver ends the session, or dies, while this process joins RPC.
 
     Args:
         world: All ranks, and which of them this process is.
-        call: The key of the session.
+        key: The key of the session.
         session: The session.
         leave: Called instead if the driver has ended the session because another worker was lost.
     """
@@ -160,7 +160,7 @@ def _ending_with(world: World, call: str, session: Session, leave: Callable[[], 
     def has_ended() -> bool:
         while not done.wait(_LOOK_SECONDS):
             with suppress(dist.DistNetworkError):
-                if not store.check([over_key(call)]):
+                if not store.check([over_key(key)]):
                     continue
                 if leave is not None:
                     leave()
@@ -175,10 +175,10 @@ def _ending_with(world: World, call: str, session: Session, leave: Callable[[], 
         done.set()
 
 
-def _is_over(store: dist.Store, call: str) -> bool:
+def _is_over(store: dist.Store, key: str) -> bool:
     """Whether the driver ends the session within 2 s. The driver closes its connections before it sets the key."""
     try:
-        return appear(store, [over_key(call)], _ASK_SECONDS)
+        return appear(store, [over_key(key)], _ASK_SECONDS)
     except dist.DistNetworkError:
         return False
 
