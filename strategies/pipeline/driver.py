@@ -698,8 +698,8 @@ class Pipeline(NotCopyable):
             self._blocks.start()
             ending.callback(self._blocks.end)
         parts = parts_of(self.module)
-        carry = executing[0].carry_buffers
-        of_lists = [StateOfStages(part, self.stages, remotes, start=start, carry=carry) for start, part in parts]
+        send = executing[0].send_buffers
+        of_lists = [StateOfStages(part, self.stages, remotes, start=start, send_buffers=send) for start, part in parts]
         for state in of_lists:
             ending.callback(state.end)
         copies: list[StateOfStages] = []

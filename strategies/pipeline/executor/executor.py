@@ -184,7 +184,7 @@ class Executor(NotCopyable):
         )
         if grad:
             self.unfinished.add(number)
-        self.carry_changes()
+        self.send_changes()
         return this
 
     def note_backward(self, number: int) -> None:
@@ -225,15 +225,15 @@ class Executor(NotCopyable):
             value = self.side_outputs.unwrapped(value)
         return value[0]
 
-    def carry_changes(self) -> None:
+    def send_changes(self) -> None:
         """Queue for every worker the changes of the driver's copies of its layers."""
         for mirror, remote in zip(self.mirrors, self.remotes, strict=True):
-            mirror.carry(remote)
+            mirror.send_changes(remote)
 
-    def carry_buffers(self) -> None:
+    def send_buffers(self) -> None:
         """Queue for every worker the tensors that have been assigned to buffers of the driver's copies."""
         for mirror, remote in zip(self.mirrors, self.remotes, strict=True):
-            mirror.carry_buffers(remote)
+            mirror.send_buffers(remote)
 
     def _ties_have_changed(self) -> bool:
         """Return whether values of tied parameters may have changed since the last call."""
@@ -423,7 +423,7 @@ class FillDrain:
         with executor.explained():
             for m, flags in enumerate(required):
                 ends.output_grads.send([next(ahead) for flag in flags if flag], this.number, m)
-            executor.carry_changes()  # autograd computes no gradients for parameters that were frozen since
+            executor.send_changes()  # autograd computes no gradients for parameters that were frozen since
             code = _BatchCode(executor, this, answered=bool(inputs))
             executor.run("backward", this, code)
         if recorder is not None and this.list_number:

@@ -77,16 +77,16 @@ class Mirror:
                 "requires_grad and plain attributes of layers can change at any time."
             )
 
-    def carry(self, remote: RemoteStage) -> None:
+    def send_changes(self, remote: RemoteStage) -> None:
         """Send the changes to the stage, with the next command."""
-        self.carry_buffers(remote)
+        self.send_buffers(remote)
         attributes, trained = self.changes()
         if attributes:
             remote.send(StageCommands.place, Part(PartKind.ATTRIBUTES), attributes)
         if trained is not None:
             remote.send(StageCommands.place, Part(PartKind.REQUIRES_GRAD), trained)
 
-    def carry_buffers(self, remote: RemoteStage) -> None:
+    def send_buffers(self, remote: RemoteStage) -> None:
         """Send tensors that have been assigned to buffers, and restore the stand-ins of these buffers."""
         assigned = {}
         for path, buffers, name, stand_in in self._buffers:

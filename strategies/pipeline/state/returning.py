@@ -61,7 +61,7 @@ def bring_back(
     states = [Part(PartKind.OPTIMIZER, k) for k in range(len(optimizers.optimizers))]
     layers = modules[0].layers
     if mirror is not None:
-        mirror.carry_buffers(remote)
+        mirror.send_buffers(remote)
     shelved = ShelvedPart.rescued(remote, [*tensors, *([Part(PartKind.GRADS)] if with_grads else []), *states])
 
     def values(part: Part) -> Any:

@@ -35,7 +35,7 @@ class StateOfStages:
         remotes: The stage on a worker for each part; ``None``, or a missing entry, means this process.
         number: Number of the module on the stages: 0 for the model, ``k`` for its ``k``-th copy.
         start: The start of the names of the layers of ``module`` on the stages, such as ``encoder.layers.``.
-        carry: Sends tensors that were assigned to buffers of the driver's layers to the stages.
+        send_buffers: Sends tensors that were assigned to buffers of the driver's layers to the stages.
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class StateOfStages:
         remotes: Sequence[RemoteStage | None],
         number: int = 0,
         start: str = "",
-        carry: Callable[[], None] = lambda: None,
+        send_buffers: Callable[[], None] = lambda: None,
     ) -> None:
-        self._module, self._number, self._start, self._carry = module, number, start, carry
+        self._module, self._number, self._start, self._send_buffers = module, number, start, send_buffers
         all_remotes = [*remotes, *[None] * (len(stages) - len(remotes))]
         own = [(layers, remote) for layers, remote in zip(stages, all_remotes, strict=True) if _names(layers, start)]
         self._stages, self._remotes = [layers for layers, _ in own], [remote for _, remote in own]
@@ -66,7 +66,7 @@ class StateOfStages:
     def whole(self) -> nn.Module:
         """Return the module as in one process: the layers of this stage, and copies of the layers of remote stages."""
         assert all(f"{name}." != self._start for layers in self._stages for name in layers._modules), "no container"
-        self._carry()
+        self._send_buffers()
         module, last = self._module, self._stages[-1]
         here: list[Any] = [*last.modules(), *(p for p in module.parameters() if not p.is_meta)]
         memo: dict[int, Any] = {id(own): own for own in here}
@@ -122,7 +122,7 @@ class StateOfStages:
         Takes all entries that a worker returns, since a layer may have created or removed a buffer. Parameters must be
         complete.
         """
-        self._carry()
+        self._send_buffers()
         start = self._start
         here = {start + name[len(prefix) :]: state.pop(name) for name in list(state) if name.startswith(prefix)}
         for layers, remote in zip(self._stages, self._remotes, strict=True):
@@ -168,7 +168,7 @@ class StateOfStages:
         """
         if not self._scatters:
             return
-        self._carry()
+        self._send_buffers()
         named = dict(module.named_parameters(remove_duplicate=False))
         last = {parameter: name for name, parameter in named.items() if prefix + name in state}
         for name, parameter in named.items():  # as in one process, the last value of a tied parameter counts
