@@ -50,7 +50,7 @@ from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.control.hanging_stages import Watch
 from strategies.pipeline.control.lost_workers import StageProcess, cause_of
 from strategies.pipeline.executor.executor import Executor, FillDrain, PipelineParts
-from strategies.pipeline.executor.per_microbatch import PerMicrobatch, Shares, UserStep
+from strategies.pipeline.executor.per_microbatch import PerMicrobatch, ReleaseFactors, UserStep
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.optim.optimizers import PipelineOptimizers
 from strategies.pipeline.optim.replicas import Averaging, Replicas, SharedSteps, connected
@@ -328,7 +328,7 @@ class Pipeline(NotCopyable):
         weights: Sequence[float],
         context: PassContext,
         scale: float = 1.0,
-        shares: Callable[[], Shares] = Shares,
+        release_factors: Callable[[], ReleaseFactors] = ReleaseFactors,
         factor: float = 1.0,
     ) -> Tensor | None:
         """Run code once per micro-batch.
@@ -337,7 +337,7 @@ class Pipeline(NotCopyable):
         """
         per_microbatch = self._usable().per_microbatch
         assert per_microbatch is not None, f"schedule={self.settings.schedule!r} runs whole batches"
-        return per_microbatch.run(codes, weights, context, scale, shares, factor)
+        return per_microbatch.run(codes, weights, context, scale, release_factors, factor)
 
     def _usable(self) -> _RunningParts:
         """Return the running pipeline. After an error that the user caught, start a new one with the same state.

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies.lightning.compat import LightningModule, MisconfigurationException, rank_zero_info, rank_zero_warn
-from strategies.pipeline.executor.per_microbatch import Shares
+from strategies.pipeline.executor.per_microbatch import ReleaseFactors
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.stage.microbatch.by_length import IGNORED_LABEL
 
@@ -106,7 +106,7 @@ class LossWeights:
         """Reset the count: the next backward pass is the first of an optimizer step."""
         self._total, self._is_first = 0.0, True
 
-    def added(self, weight: float, num_batches: int) -> Shares:
+    def added(self, weight: float, num_batches: int) -> ReleaseFactors:
         """Count a batch whose gradients are now added to ``.grad``.
 
         Args:
@@ -114,14 +114,14 @@ class LossWeights:
             num_batches: Number by which Lightning divides the loss of the batch.
 
         Returns:
-            The shares that make ``.grad`` the weighted mean over the batches of the step.
+            The factors that make ``.grad`` the weighted mean over the batches of the step.
         """
         before, self._total = self._total, self._total + weight
         is_first, self._is_first = self._is_first, False
         if not self._total:
-            return Shares()  # no batch has had a weight so far: Lightning's mean
+            return ReleaseFactors()  # no batch has had a weight so far: Lightning's mean
         # A value in .grad before the first batch comes from the user, who has replaced zero_grad.
-        return Shares(added=num_batches * weight / self._total, kept=1.0 if is_first else before / self._total)
+        return ReleaseFactors(added=num_batches * weight / self._total, kept=1.0 if is_first else before / self._total)
 
     def over_replicas(self, totals: Sequence[float]) -> list[float] | None:
         """Return mean weights over the replicas, given the weights on this replica; ``None`` for a single replica."""

@@ -41,7 +41,7 @@ from strategies.lightning.options import Options
 from strategies.lightning.run import Preparation, Run
 from strategies.lightning.search_settings import DEFAULT_MICROBATCHES
 from strategies.pipeline.driver import Pipeline
-from strategies.pipeline.executor.per_microbatch import Shares
+from strategies.pipeline.executor.per_microbatch import ReleaseFactors
 from strategies.pipeline.executor.settings import ScheduleChoice, Settings
 from strategies.pipeline.optim.optimizers import clears_as_torch_does
 from strategies.pipeline.schedule.tables import SCHEDULES
@@ -172,7 +172,7 @@ class TrainingStepPerMicrobatch:
             self._has_checked_labels = True
             warn_of_ignored_labels(parts, sizes)
         weights: Sequence[float] = sizes
-        shares: Callable[[], Shares] = Shares
+        release_factors: Callable[[], ReleaseFactors] = ReleaseFactors
         factor = 1.0
         trainer = self._model.trainer
         if self._loss_weights is not None:
@@ -180,7 +180,7 @@ class TrainingStepPerMicrobatch:
                 self._loss_weights.begin_step()
             weights = self._loss_weights.of(parts)
             weight, factor = self._loss_weights.of_batch(weights)
-            shares = partial(self._loss_weights.added, weight, trainer.accumulate_grad_batches)
+            release_factors = partial(self._loss_weights.added, weight, trainer.accumulate_grad_batches)
         logs = _Logs(weights, self._loss_weights)
         outputs: list[Mapping[str, Any] | None] = [None] * len(parts)
 
@@ -205,7 +205,7 @@ class TrainingStepPerMicrobatch:
         if num_gradient_sets(trainer, self._model, trainer.optimizers) == 1:
             for optimizer in trainer.optimizers:  # Lightning clears them after the pass, when there would be two sets
                 optimizer.zero_grad()
-        loss = self._pipeline.interleave(codes, _normalised(weights, sizes), context, scale, shares, factor)
+        loss = self._pipeline.interleave(codes, _normalised(weights, sizes), context, scale, release_factors, factor)
         with context.entered(grad=True):
             logs.log_to(self._model)
         return _combine_outputs(outputs, loss, split, weights)

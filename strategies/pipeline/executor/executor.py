@@ -179,7 +179,7 @@ class Executor(NotCopyable):
             context=context,
             splits=grad and self.programs["training", microbatches, 0].splits,
             gathers=gathers,
-            shares=self._ties_have_changed(),
+            ties_changed=self._ties_have_changed(),
             list_number=list_number,
         )
         if grad:

@@ -54,7 +54,7 @@ UserStep = Callable[[], Tensor | None]
 
 
 @dataclass(frozen=True)
-class Shares:
+class ReleaseFactors:
     """The factors of both summands when the gradients of a pass are added to ``.grad``.
 
     Attributes:
@@ -86,7 +86,7 @@ class PerMicrobatch:
         weights: Sequence[float],
         context: PassContext,
         scale: float = 1.0,
-        shares: Callable[[], Shares] = Shares,
+        release_factors: Callable[[], ReleaseFactors] = ReleaseFactors,
         factor: float = 1.0,
     ) -> Tensor | None:
         """Run the forward and backward pass of every micro-batch.
@@ -97,7 +97,7 @@ class PerMicrobatch:
                 its loss may be infinite or NaN.
             context: Settings for the forward passes. Backward passes run under the caller's settings.
             scale: The factor of the loss in the backward passes, so that small gradients do not underflow in float16.
-            shares: Called when the gradients are added to ``.grad``; returns the factors of that sum.
+            release_factors: Called when the gradients are added to ``.grad``; returns the factors of that sum.
             factor: The factor of the gradients, but not of the loss that is returned.
 
         Returns:
@@ -123,27 +123,27 @@ class PerMicrobatch:
         device = executor.stage.device  # a constant loss may be on another device
         parts = [weight * loss if weight else torch.zeros_like(loss) for weight, loss in known]
         total = torch.stack([part.to(device) for part in parts]).sum()
-        return with_backward(total, [True], [], partial(_release, run, gathered, scale, shares))
+        return with_backward(total, [True], [], partial(_release, run, gathered, scale, release_factors))
 
 
 def _release(
     run: PendingPass,
     gathered: GatheredGradients,
     scale: float,
-    shares: Callable[[], Shares],
+    release_factors: Callable[[], ReleaseFactors],
     grads: Sequence[Tensor | None],
     _: Any,
 ) -> list[Tensor | None]:
     """Add the gradients of a pass, times the gradient of its loss, to ``.grad`` on every stage."""
     executor = run.spend()
     executor.note_backward(run.this.number)
-    share = shares()
-    factor = 0.0 if grads[0] is None else grads[0].item() / scale * share.added
+    factors = release_factors()
+    factor = 0.0 if grads[0] is None else grads[0].item() / scale * factors.added
     with executor.explained():
         executor.agree(Event.RELEASE, factor)
         for remote in executor.remotes:
-            remote.send(StageCommands.release, run.this.number, factor, share.kept)
-        gathered.release(factor, share.kept)
+            remote.send(StageCommands.release, run.this.number, factor, factors.kept)
+        gathered.release(factor, factors.kept)
     return []
 
 

@@ -20,7 +20,7 @@ class Pass:
         at_once: Run the backward passes of all micro-batches in one call of autograd instead of one after another.
         splits: Whether backward passes have two parts.
         gathers: Whether gradients are kept separate from ``.grad`` until they are released.
-        shares: Whether values of tied parameters may have changed since the previous pass.
+        ties_changed: Whether values of tied parameters may have changed since the previous pass.
         list_number: Number of the list of layers that the pass runs through; 0 if there is one list or if the pass
             runs through all lists.
     """
@@ -34,5 +34,5 @@ class Pass:
     at_once: bool = False
     splits: bool = False
     gathers: bool = False
-    shares: bool = False
+    ties_changed: bool = False
     list_number: int = 0

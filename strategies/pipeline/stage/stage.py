@@ -302,7 +302,7 @@ class Stage:
             return
         if exchange.what == "gradients":
             self._ties.move_gradients(this.number)
-        elif this.shares:
+        elif this.ties_changed:
             self._ties.share_values(this.number)
 
 

@@ -180,8 +180,8 @@ def test_gradients_are_means_over_all_tokens(steps: list[list[int]]) -> None:
         weights.begin_step()
         grad, seen = 0.0, []
         for gradient, weight in enumerate(step, start=1):
-            shares = weights.added(weight, divisor)
-            grad = shares.kept * grad + shares.added * gradient / divisor  # Lightning divides the loss
+            factors = weights.added(weight, divisor)
+            grad = factors.kept * grad + factors.added * gradient / divisor  # Lightning divides the loss
             seen.append((gradient, weight))
             total = sum(weight for _, weight in seen)
             if total:
