@@ -1,7 +1,7 @@
 """Snapshots of the workers of a pipeline in memory, from which new workers start when workers are lost.
 
-    number          0     3     6     9          every worker keeps the last two snapshots, in two places
-    place           0     1     0     1
+    number          0     3     6     9          every worker keeps the last two snapshots, in two slots
+    slot            0     1     0     1
 
 Each worker writes its state into slots (:mod:`strategies.pipeline.transport.slots`). Another process of its host holds
 the slots and outlives the worker: the driver, or the supervisor of a rank. A snapshot can be used when it is complete
@@ -39,14 +39,14 @@ class Snapshot:
 
     Attributes:
         number: The number of the snapshot.
-        place: The slot of each worker that has the snapshot, 0 or 1.
+        slot: The slot of each worker that has the snapshot, 0 or 1.
         period: The number of points before it that all replicas pass: of optimizer steps and of verifications. An
             extra snapshot has the period of the last regular one. Replicas that start from snapshots of the same
             period continue together.
     """
 
     number: int
-    place: int
+    slot: int
     period: int
 
 
@@ -64,19 +64,19 @@ class Snapshots:
         """The snapshots that have been ordered and not written over, in order."""
 
     def order(self, last: Snapshot | None, period: int, *, is_extra: bool = False) -> Snapshot:
-        """Return the number of the next snapshot, and the place in which workers must write it.
+        """Return the number of the next snapshot, and the slot into which workers must write it.
 
         Args:
-            last: The last snapshot from which workers can start, whose place is kept; ``None`` if there is none.
+            last: The last snapshot from which workers can start, whose slot is kept; ``None`` if there is none.
             period: The period of a regular snapshot.
             is_extra: Whether replicas that are not in step with this pipeline do not take this snapshot.
         """
         self._period = self._period if is_extra else period
-        ordered = Snapshot(self._number, 0 if last is None else 1 - last.place, self._period)
+        ordered = Snapshot(self._number, 0 if last is None else 1 - last.slot, self._period)
         self._number += 1
-        self.ordered = [*(each for each in self.ordered if each.place != ordered.place), ordered]
+        self.ordered = [*(each for each in self.ordered if each.slot != ordered.slot), ordered]
         return ordered
 
     def addresses(self, snapshot: Snapshot) -> list[SlotAddress]:
         """Return the slot of each worker for a snapshot."""
-        return [slots[snapshot.place] for slots in self._addresses]
+        return [slots[snapshot.slot] for slots in self._addresses]

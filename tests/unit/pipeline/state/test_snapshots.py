@@ -1,4 +1,4 @@
-"""The places of snapshots, and what has none."""
+"""The slots of snapshots, and what has none."""
 
 import pytest
 
@@ -6,13 +6,13 @@ from strategies.pipeline.state.snapshots import Snapshot, Snapshots, check_snaps
 from strategies.pipeline.transport.slots import SlotAddress
 
 
-def test_a_snapshot_never_takes_the_place_of_the_last_that_is_complete() -> None:
-    slots = [[SlotAddress(f"worker {i}, place {place}", 0) for place in range(2)] for i in range(3)]
+def test_a_snapshot_never_takes_the_slot_of_the_last_that_is_complete() -> None:
+    slots = [[SlotAddress(f"worker {i}, slot {slot}", 0) for slot in range(2)] for i in range(3)]
     snapshots = Snapshots(slots)
     first = snapshots.order(None, 0)
-    assert first == Snapshot(0, 0, 0) and snapshots.addresses(first) == [places[0] for places in slots]
+    assert first == Snapshot(0, 0, 0) and snapshots.addresses(first) == [own[0] for own in slots]
     second = snapshots.order(first, 1)
-    assert second == Snapshot(1, 1, 1) and snapshots.addresses(second) == [places[1] for places in slots]
+    assert second == Snapshot(1, 1, 1) and snapshots.addresses(second) == [own[1] for own in slots]
     torn = snapshots.order(second, 2)
     assert torn == Snapshot(2, 0, 2) and snapshots.ordered == [second, torn]
     assert snapshots.order(second, 3) == Snapshot(3, 0, 3)
