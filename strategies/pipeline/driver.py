@@ -63,7 +63,7 @@ from strategies.pipeline.recovery.repairs import Recovery, Repair
 from strategies.pipeline.recovery.together import NUM_FLAGS, InStep
 from strategies.pipeline.stage.action_recorder import ActionRecorder
 from strategies.pipeline.stage.edges import Edges
-from strategies.pipeline.stage.layers import PassContext, call_in_turn, refuse_checkpoint_around
+from strategies.pipeline.stage.layers import PassContext, call_one_by_one, refuse_checkpoint_around
 from strategies.pipeline.stage.microbatch.split import NoChunk
 from strategies.pipeline.stage.records import ProcessRecords
 from strategies.pipeline.stage.side_outputs import SideOutputs
@@ -731,7 +731,7 @@ class Pipeline(NotCopyable):
                 edges.ports(),
                 self.device,
                 deferred_batch_norm=self.settings.deferred_batch_norm,
-                call=call_in_turn if self._blocks is None else self._blocks.call,
+                call=call_one_by_one if self._blocks is None else self._blocks.call,
                 side_outputs=SideOutputs.of(last, self.stages[last]),
             ),
             edges,
@@ -835,7 +835,7 @@ class Pipeline(NotCopyable):
             ties=self._ties,
             replicas=self._replicas,
             layer_peers=self._layer_peers,
-            call=call_in_turn if self._blocks is None else call_blocks,
+            call=call_one_by_one if self._blocks is None else call_blocks,
             reports_side_outputs=True,
             placement=self.programs.placement,
             plane=self._plane,

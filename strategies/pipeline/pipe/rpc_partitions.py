@@ -41,7 +41,7 @@ from strategies.pipeline.schedule.program import ProgramPart, Programs, fill_dra
 from strategies.pipeline.schedule.tables import Placement
 from strategies.pipeline.stage.calling import call_partition
 from strategies.pipeline.stage.edges import Edges
-from strategies.pipeline.stage.layers import Before, call_in_turn
+from strategies.pipeline.stage.layers import Before, call_one_by_one
 from strategies.pipeline.stage.microbatch.split import pack_objects, unpack_objects
 from strategies.pipeline.stage.passes import Pass
 from strategies.pipeline.stage.stage import Chunk, DriverCode, Stage, chunks_of
@@ -221,7 +221,7 @@ def _own_stage(
             {i: ports},
             _CPU if partition is None else partition.place.device,
             deferred_batch_norm=deferred_batch_norm,
-            call=call_in_turn if partition is None else _CallPartition(descriptions[i]),
+            call=call_one_by_one if partition is None else _CallPartition(descriptions[i]),
             random_state=random_state,
         )
     return Stage(chunks, edges, name="the process of the Pipe")

@@ -373,7 +373,7 @@ def with_buffers(values: KeptBuffers) -> Iterator[None]:
 # Layers
 
 
-def call_in_turn(layers: nn.Sequential, x: Any, before: Before) -> Any:
+def call_one_by_one(layers: nn.Sequential, x: Any, before: Before) -> Any:
     """Call each layer with the output of the layer before it, as ``nn.Sequential`` does."""
     for place, layer in enumerate(layers):
         before(place, x)
@@ -402,7 +402,7 @@ class Layers:
         device: torch.device,
         *,
         deferred_batch_norm: bool = False,
-        call: CallLayers = call_in_turn,
+        call: CallLayers = call_one_by_one,
         random_state: RandomStateKeeper | None = None,
         adds_in_place: bool = True,
     ) -> None:

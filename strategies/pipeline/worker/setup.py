@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from strategies.launch.session import Peers
 from strategies.pipeline.optim.replicas import Replicas
 from strategies.pipeline.schedule.tables import Placement
-from strategies.pipeline.stage.layers import CallLayers, call_in_turn
+from strategies.pipeline.stage.layers import CallLayers, call_one_by_one
 from strategies.pipeline.transport.planes import GLOO
 from strategies.pipeline.transport.ties import Tie
 
@@ -38,7 +38,7 @@ class StageSetup:
     ties: list[Tie] = field(default_factory=list)
     replicas: Replicas | None = None
     layer_peers: Peers | None = None
-    call: CallLayers = call_in_turn
+    call: CallLayers = call_one_by_one
     reports_side_outputs: bool = False
     placement: Placement = field(default_factory=lambda: Placement((0,)))
     plane: str = GLOO
