@@ -133,9 +133,9 @@ class World:
 
     def store(self) -> dist.Store:
         """Connect to the store, or create it on the rank that hosts it. Waits until the store exists."""
-        keeps, patience = self.keeps_store, timedelta(seconds=_ARRIVAL_SECONDS)
+        keeps, timeout = self.keeps_store, timedelta(seconds=_ARRIVAL_SECONDS)
         store = dist.TCPStore(
-            self.address, self.port, is_master=keeps, timeout=patience, wait_for_workers=False, multi_tenant=keeps
+            self.address, self.port, is_master=keeps, timeout=timeout, wait_for_workers=False, multi_tenant=keeps
         )
         # The store of torchrun stays when torchrun restarts the ranks.
         return dist.PrefixStore(f"relay-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-{self.call}", store)

@@ -85,6 +85,11 @@ class Session:
     has_been: ClassVar[bool] = False
     """Whether this process is or was part of a session."""
 
+    @property
+    def patience_seconds(self) -> float:
+        """How long a process of the session waits for another process that is not known to hang."""
+        return BUSY_FACTOR * self.timeout_seconds
+
     def note(self, rank: int) -> Path | None:
         """The file in which a process notes its activity; ``None`` unless it is on the driver's host."""
         return Path(self.notes) / f"doing-{rank}" if os.path.isdir(self.notes) else None
@@ -166,8 +171,8 @@ def leave_rpc() -> None:
 
 def join_data_plane(session: Session, rank: int, check: Callable[[], None] = lambda: None) -> dist.ProcessGroup:
     """Connect the data plane, and return when every process has connected; see :func:`join_rpc`."""
-    seconds = BUSY_FACTOR * session.timeout_seconds
-    group = join_group(f"{session.rendezvous}/data", rank, session.size, seconds, session.reachable_address, check)
+    url, seconds = f"{session.rendezvous}/data", session.patience_seconds
+    group = join_group(url, rank, session.size, seconds, session.reachable_address, check)
     _let_computing_go_first("gloo_tcp_loop")
     return group
 

@@ -44,7 +44,7 @@ class Workers:
         self._directory = ""
         self._session: Session | None = None
         self._joined = False
-        self._patience_seconds = _START_SECONDS
+        self._start_seconds = _START_SECONDS
 
     def start(self, *, timeout_seconds: float, threads: int) -> Session:
         """Start the processes, and return when all have joined the session.
@@ -72,8 +72,8 @@ class Workers:
         )
         self._session = session
         (Path(self._directory) / "session.json").write_text(session.to_json())
-        self._patience_seconds = max(_START_SECONDS, timeout_seconds)
-        deadline = time.monotonic() + self._patience_seconds
+        self._start_seconds = max(_START_SECONDS, timeout_seconds)
+        deadline = time.monotonic() + self._start_seconds
         for stage in range(self._count):
             self._processes.append(self._spawn(session, stage, deadline))
         self._wait_until_ready(deadline)
@@ -173,7 +173,7 @@ class Workers:
 
     def _late(self, stages: Sequence[int]) -> RuntimeError:
         return RuntimeError(
-            f"the workers of stages {list(stages)} did not start within {self._patience_seconds:g} s: check the memory "
+            f"the workers of stages {list(stages)} did not start within {self._start_seconds:g} s: check the memory "
             "and the load of this host, and whether a process on it has been stopped"
         )
 
