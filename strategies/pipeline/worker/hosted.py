@@ -119,15 +119,18 @@ class HostedStage(StageCommands):
             torch.cuda.set_device(device)
         self._index, self._activity, self._orders = setup.index, activity, orders
         self._setup, self._edges, self._device = setup, edges, device
-        self._transport = edges.transport
+        transport = self._transport = edges.transport
+        self._journal = transport if isinstance(transport, JournaledTransport) else None
+        """Notes what a verified stage sends and receives."""
         self._slots = StageSlots(setup.index)
         self._trace: torch.profiler.profile | None = None
         self._repeated: Repeated | None = None
         optimizers = self._placed(state)
-        self._replicas = None if setup.replicas is None else activity.wait(partial(setup.replicas.join, setup.index))
-        if setup.replicas is not None and setup.replicas.zero_stage == 3:
-            assert self._replicas is not None
-            divided_layers.connect(ReplicaGroup(self._replicas, activity.wait, self._note))
+        replicas = setup.replicas
+        self._replica_group = None if replicas is None else activity.wait(partial(replicas.join, setup.index))
+        if replicas is not None and replicas.zero_stage == 3:
+            assert self._replica_group is not None
+            divided_layers.connect(ReplicaGroup(self._replica_group, activity.wait, self._note))
         if setup.layer_peers is not None:
             group = activity.wait(partial(setup.layer_peers.join, setup.index))
             divided_layers.connect(TensorGroup(group, activity.wait, self._note))
@@ -143,43 +146,41 @@ class HostedStage(StageCommands):
     def _begin(self, state: StageState, optimizers: list[Optimizer]) -> None:
         """Go on from a state, over the same connections."""
         setup, edges, activity, device = self._setup, self._edges, self._activity, self._device
-        self._layers, self._optimizers = state.layers, optimizers
+        layers = state.layers
         ties: TiedParameters | None = None
         if setup.ties and edges.transport is not None:
-            named = dict(self._layers.named_parameters(remove_duplicate=False))
+            named = dict(layers.named_parameters(remove_duplicate=False))
             ties = TiedParameters(setup.index, setup.ties, named, edges.transport)
         self._stage = Stage(
             chunks_of(
-                self._layers,
+                layers,
                 edges.ports(),
                 device,
                 deferred_batch_norm=setup.deferred_batch_norm,
                 call=setup.call,
-                side_outputs=SideOutputs.of(setup.index, self._layers) if setup.reports_side_outputs else None,
+                side_outputs=SideOutputs.of(setup.index, layers) if setup.reports_side_outputs else None,
             ),
             edges,
             ties=ties,
             activity=activity,
-            name=self.describe(),
+            name=describe(self._index, layers),
         )
         self._averaging: Averaging | None = None
-        self._shared_steps: SharedSteps | None = None
-        if self._replicas is not None and setup.replicas is not None:
-            parameters = list(self._layers.parameters())  # copies of tied parameters have no gradients at this point
-            layers = self._layers
-            self._averaging, self._shared_steps = connected(
-                self._replicas,
+        shared_steps: SharedSteps | None = None
+        if self._replica_group is not None and setup.replicas is not None:
+            parameters = list(layers.parameters())  # copies of tied parameters have no gradients at this point
+            self._averaging, shared_steps = connected(
+                self._replica_group,
                 setup.replicas.zero_stage,
-                self._optimizers,
+                optimizers,
                 lambda: parameters,
                 lambda: list(layers.buffers()),
                 owners=state.owners,
                 means=state.means,
                 wait=activity.wait,
             )
-        self.held = HeldState(state, self._optimizers, device, self._shared_steps)
-        self._modules, self._numbers = self.held.modules, self.held.numbers
-        self._values = HeldValues(self._modules, self.held.computed)
+        self.held = HeldState(state, optimizers, device, shared_steps)
+        self._values = HeldValues(self.held.modules, self.held.computed)
         self._gathered: dict[int, GatheredGradients] = {}
         """Gradients of passes that have not been released, by the number of the pass."""
         if state.random_state is not None:
@@ -188,7 +189,7 @@ class HostedStage(StageCommands):
     # Methods for the host
 
     def describe(self) -> str:
-        return describe(self._index, self._layers)
+        return describe(self._index, self.held.layers)
 
     def announce_failure(self) -> None:
         if self._transport is not None:
@@ -210,7 +211,7 @@ class HostedStage(StageCommands):
     def run(self, this: Pass, row: bytes) -> None:
         this.context.apply()
         if this.gathers:
-            gathered = self._gathered[this.number] = GatheredGradients(self._layers.parameters())
+            gathered = self._gathered[this.number] = GatheredGradients(self.held.layers.parameters())
             with gathered.gathering():
                 self._stage.run(_row(row), this)
         else:
@@ -244,7 +245,7 @@ class HostedStage(StageCommands):
 
     def zero_grad(self, parameters: Parameters, set_to_none: bool) -> None:
         if isinstance(parameters, int):
-            self._optimizers[parameters].zero_grad(set_to_none)
+            self.held.optimizers[parameters].zero_grad(set_to_none)
         else:
             nn.ParameterList(self._parameters(parameters)).zero_grad(set_to_none)
 
@@ -255,19 +256,20 @@ class HostedStage(StageCommands):
 
     def _parameters(self, chosen: Parameters) -> Sequence[Tensor]:
         if isinstance(chosen, int):
-            return parameters_of(self._optimizers[chosen])
-        named = dict(self._modules[chosen.module].named_parameters())
+            return parameters_of(self.held.optimizers[chosen])
+        named = dict(self.held.modules[chosen.module].named_parameters())
         return [named[name] for name in chosen.names]
 
     def unscale_grads(self, optimizer: int, inv_scale: Tensor, allow_fp16: bool) -> float:
         found, device = torch.zeros((), device=self._stage.device), self._stage.device
         scaler = torch.amp.GradScaler(device.type)
-        found_by_device = unscale_grads(scaler)(self._optimizers[optimizer], inv_scale.to(device), found, allow_fp16)
+        own = self.held.optimizers[optimizer]
+        found_by_device = unscale_grads(scaler)(own, inv_scale.to(device), found, allow_fp16)
         return sum(found.item() for found in found_by_device.values())
 
     def grad_norms(self, optimizer: int, norm_type: float) -> dict[int, Tensor]:
-        norms = norms_of_gradients(parameters_of(self._optimizers[optimizer]), norm_type)
-        pairs = zip(self._numbers[optimizer], norms, strict=True)
+        norms = norms_of_gradients(parameters_of(self.held.optimizers[optimizer]), norm_type)
+        pairs = zip(self.held.numbers[optimizer], norms, strict=True)
         return {number: norm.cpu() for number, norm in pairs if norm is not None}
 
     def average_grads(self) -> None:
@@ -278,20 +280,20 @@ class HostedStage(StageCommands):
 
     def _averaged(self) -> list[Tensor]:
         """The values that replicas average or get from replica 0."""
-        grads = [p.grad for p in self._layers.parameters() if p.grad is not None]
+        grads = [p.grad for p in self.held.layers.parameters() if p.grad is not None]
         values = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
-        return [*values, *self._layers.buffers()]
+        return [*values, *self.held.layers.buffers()]
 
     # Optimizers
 
     def adopt(self, blob: bytes, numbers: list[int]) -> None:
         cls, attributes = pickle.loads(blob)
-        named = dict(self._layers.named_parameters())
+        named = dict(self.held.layers.named_parameters())
         for group in attributes["param_groups"]:
             group["params"] = [named[name] for name in group["params"]]
-        self._optimizers.append(put_together(cls, attributes))
-        move_states(self._optimizers[-1])
-        self._numbers.append(numbers)
+        self.held.optimizers.append(put_together(cls, attributes))
+        move_states(self.held.optimizers[-1])
+        self.held.numbers.append(numbers)
 
     def step(
         self,
@@ -303,7 +305,7 @@ class HostedStage(StageCommands):
     ) -> None:
         torch.set_default_dtype(dtype)
         self._activity.doing = "optimizer step"
-        own, shared, recorder = self._optimizers[optimizer], self._shared_steps, self._stage.recorder
+        own, shared, recorder = self.held.optimizers[optimizer], self.held.shared_steps, self._stage.recorder
         if self._transport is not None:
             self._transport.release_sent()  # so that the step can use the memory of sent tensors
         if recorder is not None:
@@ -312,7 +314,7 @@ class HostedStage(StageCommands):
         vars(own).update(scaling)
         if shared is not None:
             shared.before_step(own)
-        with explaining(self.describe(), self._layers, self._stage.device, "the optimizer step"), Draws(own):
+        with explaining(self.describe(), self.held.layers, self._stage.device, "the optimizer step"), Draws(own):
             own.step(**arguments)
         for name in scaling:
             delattr(own, name)
@@ -327,7 +329,7 @@ class HostedStage(StageCommands):
         self, optimizer: int, call: MethodCall, values: list[dict[str, Any]], context: PassContext, grad: bool
     ) -> Any:
         self._activity.doing = f"method {call.name} of an optimizer"
-        own, shared = self._optimizers[optimizer], self._shared_steps
+        own, shared = self.held.optimizers[optimizer], self.held.shared_steps
         set_hyperparameters(own, values)
         if shared is not None:
             shared.before_step(own)
@@ -375,6 +377,7 @@ class HostedStage(StageCommands):
     # Verification
 
     def start_journal(self, begin: tuple[int, SlotAddress] | None = None) -> None:
+        assert self._journal is not None
         if begin is not None:
             self._activity.doing = "going back to a snapshot"
             self._repeated, (number, address) = Repeated(self._journal.take(), self._stage.recorder), begin
@@ -385,29 +388,24 @@ class HostedStage(StageCommands):
 
     def compare(self) -> Comparison:
         repeated, self._repeated = self._repeated, None
-        assert repeated is not None
+        assert repeated is not None and self._journal is not None
         self._stage.recorder = repeated.recorder
         return Comparison(repeated.first, self._journal.take() or [], repeated.state)
 
     def _note(self, way: Way, value: Any) -> None:
         """Note a value that this stage gives to or gets from the same stage of other pipelines, if that is compared."""
-        if isinstance(self._transport, JournaledTransport):
-            self._transport.note_exchange(way, value)
+        if self._journal is not None:
+            self._journal.note_exchange(way, value)
 
     @contextmanager
     def _exchanging(self, tensors: Callable[[], Sequence[Tensor]]) -> Iterator[None]:
         """Context in which the other replicas change tensors of this stage."""
-        if not (isinstance(self._transport, JournaledTransport) and self._transport.is_open):
+        if self._journal is None or not self._journal.is_open:
             yield
             return
         self._note("sent", tensors())
         yield
         self._note("received", tensors())
-
-    @property
-    def _journal(self) -> JournaledTransport:
-        assert isinstance(self._transport, JournaledTransport)
-        return self._transport
 
     # Profiling
 

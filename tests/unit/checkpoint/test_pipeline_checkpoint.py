@@ -37,10 +37,9 @@ class Stage(HostedStage):
     """A worker's stage without a data plane."""
 
     def __init__(self, layers: nn.Sequential, optimizer: Optimizer, numbers: list[int]) -> None:
-        self._layers, self._optimizers = layers, [optimizer]
         (own,) = cut(layers, [len(layers)])
         self.held = HeldState(StageState(own, numbers=[numbers]), [optimizer], torch.device("cpu"))
-        self._shelf_numbers, self._activity = itertools.count(), Activity()
+        self._activity = Activity()
 
 
 class Remote:
@@ -163,13 +162,13 @@ def test_gathered() -> None:
 
 def test_what_hooks_see_of_other_stages() -> None:
     two = TwoStages()
-    weight, moments = two.stage._layers[0].weight, two.stage._optimizers[0].state
+    weight, moments = two.stage.held.layers[0].weight, two.stage.held.optimizers[0].state
     state = two.checkpoint()["state_dict"]
     late = state["layers.0.weight"]
     assert late.shape == (4, 3) and late.dtype == torch.float32 and late.device.type == "cpu"
     assert torch.equal(late, weight) and late.norm() == weight.norm() and torch.equal(late.detach()[1], weight[1])
     assert torch.equal(deepcopy(late), weight) and (late.cpu().numpy() == weight.detach().numpy()).all()
-    assert torch.equal({**state}["layers.1.running_mean"].half(), two.stage._layers[1].running_mean.half())
+    assert torch.equal({**state}["layers.1.running_mean"].half(), two.stage.held.layers[1].running_mean.half())
     with pytest.raises(RuntimeError, match=r"`mul_` on 0.weight \[4, 3\] of a checkpoint.*is on stage 0"):
         late.mul_(2)
     with torch.no_grad():
@@ -180,7 +179,7 @@ def test_what_hooks_see_of_other_stages() -> None:
 
 def test_what_was_gathered_follows_the_stages() -> None:
     two = TwoStages()
-    weight, moments = two.stage._layers[0].weight, two.stage._optimizers[0].state
+    weight, moments = two.stage.held.layers[0].weight, two.stage.held.optimizers[0].state
     checkpoint = two.checkpoint()
     states = checkpoint["optimizer_states"][0]["state"][0]
     before = checkpoint["state_dict"]["layers.0.weight"], states["exp_avg"]
@@ -206,7 +205,7 @@ def test_one_file_that_is_written_as_it_arrives(tmp_path: Path, needs_copy: bool
     write = two.states.prepare_file(snapshot(checkpoint) if needs_copy else checkpoint, path, needs_copy=needs_copy)
     if needs_copy:
         with torch.no_grad():
-            two.stage._layers[0].weight.zero_()  # as the next step does
+            two.stage.held.layers[0].weight.zero_()  # as the next step does
     write()
     with open(whole, "wb") as file:
         torch.save(in_one, file)
@@ -230,7 +229,7 @@ def test_written_and_read_by_the_stages(tmp_path: Path, needs_copy: bool) -> Non
     write = two.states.prepare_sharded(checkpoint, path, needs_copy=needs_copy)
     if needs_copy:
         with torch.no_grad():
-            two.stage._layers[0].weight.zero_()  # as the next step does
+            two.stage.held.layers[0].weight.zero_()  # as the next step does
     write()
     assert sorted(file.name for file in path.rglob("*.distcp")) == ["__0_0.distcp", "__1_0.distcp"]
     alike(load_sharded(path)[0], expected(), tolerance=0.0)
@@ -239,7 +238,7 @@ def test_written_and_read_by_the_stages(tmp_path: Path, needs_copy: bool) -> Non
     assert not two.stage.held.shelf
 
     other = TwoStages()
-    for optimizer in (other.optimizer, other.stage._optimizers[0]):
+    for optimizer in (other.optimizer, other.stage.held.optimizers[0]):
         for state in optimizer.state.values():
             state["exp_avg"].zero_()
     bare, shards = load_sharded(path, ["state_dict"])

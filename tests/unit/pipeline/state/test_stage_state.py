@@ -70,20 +70,21 @@ def taken_over(slot: Slot, number: int, group: ProcessGroup) -> HostedStage:
 
 
 def give_grads(stage: HostedStage, grads: Mapping[str, Tensor | None]) -> None:
-    for name, parameter in stage._layers.named_parameters():
+    for name, parameter in stage.held.layers.named_parameters():
         parameter.grad = grads[name]
 
 
 def step(stage: HostedStage, optimizer: torch.optim.Optimizer, values: Tensor) -> None:
-    give_grads(stage, {name: torch.full_like(p, float(values.mean())) for name, p in stage._layers.named_parameters()})
+    named, mean = stage.held.layers.named_parameters(), float(values.mean())
+    give_grads(stage, {name: torch.full_like(p, mean) for name, p in named})
     stage.step(0, hyperparameters(optimizer), {}, torch.float32, {})
 
 
 def values_of(stage: HostedStage) -> dict[str, Tensor]:
     """Everything that a stage holds, by name."""
-    states = stage._optimizers[0].state.values()
+    states = stage.held.optimizers[0].state.values()
     return {
-        **{f"layers.{name}": value for name, value in stage._layers.state_dict().items()},
+        **{f"layers.{name}": value for name, value in stage.held.layers.state_dict().items()},
         **{f"average.{name}": value for name, value in stage.held.copies[0].state_dict().items()},
         **{f"state {k}.{name}": value for k, state in enumerate(states) for name, value in state.items()},
         **{f"computed {number}": value for number, value in stage._values.computed.items()},
@@ -108,7 +109,7 @@ def test_a_stage_goes_on_where_the_first_one_was(groups: tuple[ProcessGroup, Pro
     ours = values_of(second)
     assert list(ours) == list(expected) and all(torch.equal(ours[name], expected[name]) for name in expected)
     assert torch.equal(torch.rand(3), drawn[0]) and random.random() == drawn[1]
-    noted: Any = second._layers[1]
+    noted: Any = second.held.layers[1]
     assert noted.notes[1] is noted.weight and noted.view.data_ptr() == noted.weight[1:].data_ptr()
     step(second, optimizer, torch.ones(1))
     again, undisturbed = values_of(second), values_of(first)
