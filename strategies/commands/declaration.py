@@ -1,7 +1,7 @@
 """Commands: methods of a ``Protocol`` that one process calls and an object in another process implements.
 
 class StageCommands(Protocol):
-    @command(changes_values=False)
+    @command(only_reads=True)
     def num_kept(self) -> int: ...
 
 kept = remote.ask(StageCommands.num_kept).wait()   # the caller: mypy knows the arguments and the result

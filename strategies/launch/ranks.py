@@ -3,7 +3,8 @@
     rank 0: driver, last stage    1: stage 0    2: stage 1  ┆  3: driver, last stage    4: stage 0    5: stage 1
     ──────────────────────── replica 0 ─────────────────────┆───────────────────── replica 1 ───────────────────
 
-With ``tensor_parallel_size``, each of these ranks becomes so many, which follow each other and divide its layers.
+With ``tensor_parallel_size``, each rank above stands for ``tensor_parallel_size`` consecutive ranks, which divide its
+layers.
 
 Every rank starts by running the same script. At its first ``fit``, a rank that is not a driver replaces itself with a
 worker, with ``exec``: the process id that the launcher watches stays, and the memory of the script is released. Driver

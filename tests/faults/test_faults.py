@@ -74,10 +74,10 @@ def test_a_worker_dies_or_hangs_at_any_phase() -> None:
         if how == "kill":
             assert "was killed by signal 9 " in message, (name, message)
         elif how == "hang":
-            assert "hangs: it has stood still" in message and f"for {HANG_SECONDS:g} s" in message, (name, message)
+            assert "hangs: it has made no progress" in message and f"for {HANG_SECONDS:g} s" in message, (name, message)
             assert "time.sleep(1000)" in message and "faults_job.py" in message, (name, message)
         else:
-            assert "does not answer: it has stood still" in message, (name, message)
+            assert "does not answer: it has made no progress" in message, (name, message)
 
 
 def ended_soon(found: Sequence[Any]) -> None:

@@ -64,7 +64,7 @@ class _WatchedStage:
         self._asked: Any = None
         self._last: Progress | None = None
         self._answered_at = 0.0
-        self._silent = self._asleep = self._at_one_thing = 0  # in looks
+        self._silent = self._asleep = self._in_one_action = 0  # in looks
         self._waits_since: float | None = None
         self._has_gone = False
 
@@ -98,7 +98,7 @@ class _WatchedStage:
         before, self._last = self._last, now
         elapsed, self._answered_at = time.monotonic() - self._answered_at, time.monotonic()
         got_on = before is None or now.waits or now.idle or now.num_done != before.num_done
-        self._at_one_thing = 0 if got_on else self._at_one_thing + 1
+        self._in_one_action = 0 if got_on else self._in_one_action + 1
         busy = before is not None and abs(now.busy_seconds - before.busy_seconds) > _BUSY_SHARE * elapsed
         self._asleep = 0 if got_on or busy or (before and now.stack != before.stack) else self._asleep + 1
         after_failure = now.waits and self.remote.failures.any  # the message that it waits for may never come
@@ -110,12 +110,12 @@ class _WatchedStage:
             self._give_up("still waits after another process has failed", f"Its stack:\n{now.stack}")
         if self._asleep >= _LOOKS:
             self._give_up("hangs", f"Its stack:\n{now.stack}")
-        elif self._at_one_thing >= _LOOKS * BUSY_FACTOR:
-            self._give_up("is busy with one thing", f"Its stack:\n{now.stack}", times=BUSY_FACTOR)
+        elif self._in_one_action >= _LOOKS * BUSY_FACTOR:
+            self._give_up("has run one action for too long", f"Its stack:\n{now.stack}", times=BUSY_FACTOR)
 
     def _give_up(self, how: str, more: str, *, times: int = 1) -> None:
         seconds, doing = times * self._timeout_seconds, self.remote.process.doing()
         self.remote.give_up(
-            f"{how}: it has stood still {doing} for {seconds:g} s. If it only takes its time, raise rpc_timeout_sec. "
+            f"{how}: it has made no progress {doing} for {seconds:g} s. If it is only slow, raise rpc_timeout_sec. "
             f"{more}"
         )

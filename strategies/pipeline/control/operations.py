@@ -1,6 +1,6 @@
 """Operations on the tensors of a stage, in the form in which the driver sends them to the worker.
 
-aten.lerp_.Scalar(#7, #3, 0.1)     an Operation, whose arguments #7 and #3 are References
+aten.lerp_.Scalar(#7, #3, 0.1)     a TensorOperation, whose arguments #7 and #3 are of class WorkerTensor
 """
 
 from dataclasses import dataclass

@@ -22,7 +22,7 @@ class PartKind(Enum):
     REQUIRES_GRAD = "requires_grad of each parameter, in the order of parameters()"
     OBJECTS = "other attributes: objects, pickled together, and tensors that are no buffers"
     OPTIMIZER = "the optimizer states in this process, by the number of the parameter in the whole optimizer"
-    WHOLE_OPTIMIZER = "the same, with the states of all replicas that have divided them, on the first replica"
+    WHOLE_OPTIMIZER = "the optimizer states of all replicas, gathered on the first replica"
 
 
 class Part(NamedTuple):

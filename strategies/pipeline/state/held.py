@@ -27,8 +27,8 @@ class HeldState:
     """The state of a stage between two passes, in the objects that the process trains.
 
     Args:
-        state: The initial state of the stage, on its device. Only its layers, copies, numbers and computed values are
-            used.
+        state: The initial state of the stage, on its device. Only its layers, copies, numbers, computed values and
+            shelf are used.
         optimizers: The user's optimizers, restricted to this stage.
         device: The device of the stage.
         shared_steps: Divides optimizer states among the replicas of the stage; ``None`` if they are not divided.

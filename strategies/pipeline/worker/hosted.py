@@ -56,7 +56,7 @@ from strategies.sharding.gathered_layers import ReplicaGroup
 
 @dataclass
 class Repeated:
-    """What is known of a step while it is computed for the second time.
+    """The state of a verification: the messages of the first computation, and the differences found.
 
     Attributes:
         first: What the stage sent and received the first time.
@@ -382,7 +382,8 @@ class HostedStage(StageCommands):
             self._activity.doing = "going back to a snapshot"
             self._repeated, (number, address) = Repeated(self._journal.take(), self._stage.recorder), begin
             state = self._slots.read(address, number)
-            state.shelf = {**self.held.shelf, **state.shelf}  # others may read what has been captured since
+            # A checkpoint may still read parts captured after the snapshot.
+            state.shelf = {**self.held.shelf, **state.shelf}
             self._begin(state, self._placed(state))
         self._journal.begin()
 

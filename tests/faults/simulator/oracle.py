@@ -182,7 +182,7 @@ def _raising(fault: Fault) -> list[Ending]:
                 "kill": [Ending(("WorkerLost",), f"{stage}was killed by signal 9")],
                 "cut off": [Ending(("WorkerLost",), f"{stage}was killed by signal 25")],
                 "stop": [Ending(("WorkerLost",), f"{stage}does not answer")],
-                "hang": [Ending(("WorkerLost",), f"{stage}hangs: it has stood still")],
+                "hang": [Ending(("WorkerLost",), f"{stage}hangs: it has made no progress")],
                 "exception": [Ending((error or "",), FAULT)],
                 "disk full": [Ending(("RuntimeError",), f"{stage}could not write its part .*step=.*{_FULL}")],
                 "connection lost": [Ending(("WorkerLost",), "stage")],

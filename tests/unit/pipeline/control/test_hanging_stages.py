@@ -77,7 +77,7 @@ def test_one_that_sleeps_is_given_up_with_its_stack() -> None:
     # The first answer has nothing to be compared with. A question is asked before the answer to the last one is judged.
     assert time.monotonic() - began > TIMEOUT and answers.asked == LOOKS + 2
     assert why.startswith(
-        "stage 1 (layers 1 to 1: Linear), process 7 on here, hangs: it has stood still in F2, layer 1 "
+        "stage 1 (layers 1 to 1: Linear), process 7 on here, hangs: it has made no progress in F2, layer 1 "
     )
     assert "for 0.2 s" in why and "raise rpc_timeout_sec" in why and why.endswith("Its stack:\nsleep()")
 
@@ -96,9 +96,9 @@ def test_one_that_lives_is_not() -> None:
     assert dict(zip(ways, given_up, strict=True)) == dict.fromkeys(ways, "")
 
 
-def test_one_that_is_busy_with_one_thing_for_too_long() -> None:
+def test_one_that_runs_one_action_for_too_long() -> None:
     why = Answers(lambda asked: progress(busy=time.monotonic())).watched(TIMEOUT / 4)
-    assert "is busy with one thing" in why and "for 0.5 s" in why
+    assert "has run one action for too long" in why and "for 0.5 s" in why
 
 
 def test_one_that_waits_in_vain_after_a_failure_elsewhere() -> None:
@@ -113,7 +113,7 @@ def test_one_that_waits_in_vain_after_a_failure_elsewhere() -> None:
 
 def test_one_that_does_not_answer() -> None:
     why = Answers(lambda asked: None).watched()
-    assert "does not answer: it has stood still in F2, layer 1" in why and "holds Python's lock" in why
+    assert "does not answer: it has made no progress in F2, layer 1" in why and "holds Python's lock" in why
 
 
 def test_what_a_thread_does_is_seen_from_another_one(tmp_path: Path) -> None:
