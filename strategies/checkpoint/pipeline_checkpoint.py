@@ -40,7 +40,7 @@ from strategies.optim.restricted import parameters_of, part_of
 from strategies.pipeline.control.client import RemoteStage, Reply
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.control.parts import Part, PartKind
-from strategies.pipeline.control.shelf import Fetch, beside, in_order
+from strategies.pipeline.control.shelf import Fetch, among_commands, beside
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.state.shelved import ShelvedTensor, is_shelved, put_values, shelved_tensors, values_of
 from strategies.sharding.divided_layers import tensor_group
@@ -131,7 +131,7 @@ class StageStates:
         """
         if needs_copy:
             self._copy_shelved(checkpoint)
-        return partial(save_file, checkpoint, path, late_tensors(beside if needs_copy else in_order))
+        return partial(save_file, checkpoint, path, late_tensors(beside if needs_copy else among_commands))
 
     def gather(self, checkpoint: dict[str, Any]) -> None:
         """Replace each :class:`ShelvedTensor` in a checkpoint with its values."""

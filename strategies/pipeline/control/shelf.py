@@ -31,7 +31,7 @@ Fetch = Callable[[RemoteStage, int, Sequence[Piece]], Tensor]
 """Fetches bytes from the shelf of a stage, given the number of the part on the shelf and the pieces."""
 
 
-def in_order(stage: RemoteStage, number: int, pieces: Sequence[Piece]) -> Tensor:
+def among_commands(stage: RemoteStage, number: int, pieces: Sequence[Piece]) -> Tensor:
     """Fetch in order with the other commands of the stage."""
     return stage.ask(StageCommands.shelved, number, pieces).wait()
 
@@ -99,7 +99,7 @@ class ShelvedPart:
 
         return tree_map_with_path(made, self.tree)
 
-    def values(self, fetch: Fetch = in_order) -> Any:
+    def values(self, fetch: Fetch = among_commands) -> Any:
         """Return the part with its values."""
         wanted: list[Wanted] = []
         self.mapped(lambda path, layout: wanted.append(Wanted(self, path, layout)))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from strategies.common.torch_compat import tree_leaves, tree_map_only
 from strategies.pipeline.control.parts import ShelvedLayout
-from strategies.pipeline.control.shelf import Fetch, ShelvedPart, Wanted, fetched_values, for_user, in_order
+from strategies.pipeline.control.shelf import Fetch, ShelvedPart, Wanted, among_commands, fetched_values, for_user
 from strategies.pipeline.state.remote_tensor import RemoteBuffer, Source
 
 
@@ -61,7 +61,7 @@ def is_shelved(tensor: Tensor) -> bool:
     return isinstance(tensor, ShelvedTensor)
 
 
-def values_of(tensors: Sequence[ShelvedTensor], fetch: Fetch = in_order) -> Iterator[Tensor]:
+def values_of(tensors: Sequence[ShelvedTensor], fetch: Fetch = among_commands) -> Iterator[Tensor]:
     """Yield the values of tensors, in the order given. If the caller keeps none, one of them is in memory at a time."""
     return fetched_values([tensor.relay_wanted for tensor in tensors], fetch)
 
