@@ -6,7 +6,7 @@ Hugging Face models declare their blocks, whether they fill a key-value cache, a
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Container, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -208,7 +208,10 @@ The hooks fill a collector: a dict from the name of an output to the list of ten
 """
 
 _HOOK = "install_output_capuring_hook.<locals>.output_capturing_hook"
-_SELECTION = "_hidden_states_layers"
+_TAKES_INPUT = "capture_initial_hidden_state"
+"""Variable of a hook: whether it captures the input of the first block as a hidden state. Early versions always do."""
+
+_STATES, _SELECTION = "hidden_states", "_hidden_states_layers"
 
 
 @dataclass(frozen=True)
@@ -219,11 +222,14 @@ class Capture:
         path: The module with the hook, within the block.
         key: The name of the output, such as ``"router_logits"``.
         index: The index of the element, if the module returns a tuple.
+        takes_input: Whether the first positional argument of the module is captured too, before its output, if the
+            module is the first one whose output is captured.
     """
 
     path: str
     key: str
     index: int
+    takes_input: bool
 
 
 def is_capturing_hook(hook: Any) -> bool:
@@ -251,15 +257,23 @@ def collector_hidden() -> Iterator[None]:
         module._active_collector.reset(token)
 
 
-def captures_in(block: nn.Module, collector: MutableMapping[str, Any]) -> list[Capture]:
-    """Return the outputs that the hooks in a block capture for a collector."""
+def captures_in(block: nn.Module, collector: MutableMapping[str, Any], deferred: Container[str] = ()) -> list[Capture]:
+    """Return the outputs that the hooks in a block capture for a collector.
+
+    Args:
+        block: The block.
+        collector: The collector, with the outputs of earlier modules.
+        deferred: The names of outputs of earlier modules that the collector does not have yet.
+    """
     found = []
     for path, module in block.named_modules():
         for hook in forward_hooks(module)[1].values():
             if is_capturing_hook(hook):
                 values = inspect.getclosurevars(hook).nonlocals
-                if values["key"] in collector:
-                    found.append(Capture(path, values["key"], values["index"]))
+                if (key := values["key"]) in collector:
+                    is_first = key == _STATES and key not in deferred and not collector[key]
+                    takes_input = is_first and values.get(_TAKES_INPUT, True)
+                    found.append(Capture(path, key, values["index"], takes_input))
     return found
 
 
@@ -269,6 +283,8 @@ def capturing(block: nn.Module, captures: Sequence[Capture]) -> Iterator[dict[st
     captured: dict[str, list[Tensor]] = {capture.key: [] for capture in captures}
 
     def hook(capture: Capture, module: nn.Module, args: Any, output: Any) -> None:
+        if capture.takes_input and not captured[capture.key]:
+            captured[capture.key].append(args[0])
         value = output[capture.index] if isinstance(output, tuple) else output
         if value is not None:
             captured[capture.key].append(value)
@@ -285,7 +301,7 @@ def collect(collector: MutableMapping[str, Any], captured: MutableMapping[str, l
     """Add captured outputs to a collector, where ``None`` stands for a hidden state that was not requested."""
     for key, values in captured.items():
         for value in values:
-            selection = collector.get(_SELECTION) if key == "hidden_states" else None
+            selection = collector.get(_SELECTION) if key == _STATES else None
             is_wanted = selection is None or len(collector[key]) in selection
             collector[key].append(value if is_wanted else None)
 

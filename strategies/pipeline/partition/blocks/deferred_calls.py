@@ -219,7 +219,7 @@ class DeferredCalls:
             if isinstance(leaf, TableEntry)
         ]
         fixed = {slot: argument for slot, argument in tensors if slot in self._num_changes}
-        call = BlockCall(tree_unflatten(template, spec), None, fixed, has_objects, [], **self._capture(name, args))
+        call = BlockCall(tree_unflatten(template, spec), None, fixed, has_objects, [], **self._capture(name))
         hidden_slot = self._hidden_slot(kwargs, given) if name == self.names[0] else -1
         if name == self.names[-1]:
             return _KnownCall(call, tensors, hidden_slot)
@@ -307,14 +307,15 @@ class DeferredCalls:
                     return f"argument {argument!r} of block {dotted(self._path, name)}"
         return None
 
-    def _capture(self, name: str, args: tuple[Any, ...]) -> dict[str, Any]:
+    def _capture(self, name: str) -> dict[str, Any]:
         """Note the outputs that hooks of ``transformers`` would capture in a block."""
         collector = active_collector()
-        captures = captures_in(self._block(name), collector) if collector is not None else []
-        if collector is None or not captures:
+        if collector is None:
             return {}
-        if name == self.names[0] and args and any((c.path, c.key) == ("", "hidden_states") for c in captures):
-            collect(collector, {"hidden_states": [args[0]]})  # includes the input of the blocks
+        deferred = {capture.key for call in self._calls.values() for capture in call.captures}
+        captures = captures_in(self._block(name), collector, deferred)
+        if not captures:
+            return {}
         slot = TableEntry(len(self.table))
         self.table.append(None)
         self._captured.append((slot.number, collector))

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from strategies.pipeline.partition.blocks.deferred_blocks import DeferredBlocks
 from strategies.pipeline.partition.blocks.deferred_calls import DeferredCalls, KnownCalls
@@ -925,3 +928,65 @@ def test_a_step_that_does_not_tell_the_rows(step: Any, message: str) -> None:
         pytest.raises(RuntimeError, match=f"not clear how to split the batch into micro-batches: .*{message}"),
     ):
         run(batch)
+
+
+class BlocksThatHooksSee(PreTrainedModel):
+    """Runs blocks that are not deferred, deferred blocks, and again blocks that are not deferred."""
+
+    config_class = PretrainedConfig
+
+    def __init__(self, recorders: list[OutputRecorder]) -> None:
+        type(self)._can_record_outputs = {"hidden_states": recorders}
+        super().__init__(PretrainedConfig())
+        torch.manual_seed(0)
+        self.before, self.blocks, self.after = (nn.ModuleList(Block() for _ in range(n)) for n in (1, 3, 1))
+        self.blocks[0] = Unseen()
+        self.bias = nn.Parameter(torch.randn(4))
+
+    @capture_outputs(tie_last_hidden_states=False)
+    def forward(self, hidden: Tensor, **kwargs: Any) -> BaseModelOutput:
+        for block in (*self.before, *self.blocks, *self.after):
+            hidden = block(hidden, bias=self.bias)
+        return BaseModelOutput(last_hidden_state=hidden)
+
+
+class Unseen(nn.Linear):
+    """A block of a class without hooks."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, hidden: Tensor, bias: Tensor) -> Tensor:
+        return super().forward(hidden) + bias
+
+
+@pytest.mark.parametrize("selection", [True, [0, 1]])
+@pytest.mark.parametrize("layer", ["before", "blocks", "after", "blocks.1", None])
+@pytest.mark.parametrize("takes_input", [True, False])
+@pytest.mark.parametrize("kinds", [[Block], [nn.Linear], [Block, nn.Linear], [Block, Unseen]])
+def test_hidden_states_are_those_that_hooks_of_transformers_capture(
+    kinds: list[type[nn.Module]], takes_input: bool, layer: str | None, selection: bool | list[int]
+) -> None:
+    """The hooks are in every block or some, or within blocks; other blocks may fill the same hidden states."""
+    model = BlocksThatHooksSee(
+        [
+            OutputRecorder(kind, layer_name=layer, capture_initial_hidden_state=takes_input is (number == 0))
+            for number, kind in enumerate(kinds)
+        ]
+    )
+
+    def states_and_grads() -> Any:
+        model.zero_grad()
+        states = model(X, output_hidden_states=selection).hidden_states
+        sum(n * state.square().sum() for n, state in enumerate(states, 1) if state is not None).backward()
+        return states, [p.grad for p in model.parameters()]
+
+    expected, expected_grads = states_and_grads()
+    with deferred(model, [1, 2]):
+        found, found_grads = states_and_grads()
+    assert [state is None for state in found] == [state is None for state in expected]
+    torch.testing.assert_close(
+        [state for state in found if state is not None], [state for state in expected if state is not None]
+    )
+    assert [grad is None for grad in found_grads] == [grad is None for grad in expected_grads]
+    torch.testing.assert_close(*([g for g in grads if g is not None] for grads in (found_grads, expected_grads)))
