@@ -16,7 +16,7 @@ import copy
 import io
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from itertools import accumulate, pairwise
@@ -32,6 +32,7 @@ from strategies.common.torch_compat import (
     keystr,
     num_changes,
     register_pytree_node,
+    storage_key,
     tree_flatten,
     tree_flatten_with_path,
     tree_leaves,
@@ -366,7 +367,9 @@ def split_batch(batch: Any, microbatches: int) -> tuple[list[Any], list[int]]:
         microbatches: Maximum number of parts; at least 1.
 
     Returns:
-        The parts, and the number of rows of each. Tensors in the parts are views of those of ``batch``.
+        The parts, and the number of rows of each. Tensors in the parts share the memory of those of ``batch``. A part
+        may be changed in place without effect on what autograd has saved of other parts, unless a tensor requires a
+        gradient, shares its memory with another tensor of the batch, or has rows that overlap in memory.
 
     Raises:
         ValueError: If the number of rows is ambiguous.
@@ -376,7 +379,10 @@ def split_batch(batch: Any, microbatches: int) -> tuple[list[Any], list[int]]:
     whole, more = divmod(rows, parts)
     sizes = [whole + (m < more) for m in range(parts)]
     bounds = [0, *accumulate(sizes)]
-    return [_part(batch, rows, slice(*bound), is_whole=parts == 1) for bound in pairwise(bounds)], sizes
+    apart = _counted_apart(batch) if parts > 1 else frozenset()
+    return [
+        _part(batch, rows, slice(*bound), is_whole=parts == 1, counted_apart=apart) for bound in pairwise(bounds)
+    ], sizes
 
 
 def picked(batch: Any, rows: Sequence[int]) -> Any:
@@ -384,10 +390,17 @@ def picked(batch: Any, rows: Sequence[int]) -> Any:
     return _part(batch, _num_rows_of_batch(batch), rows)
 
 
-def _part(batch: Any, num_rows: int, pick: slice | Sequence[int], *, is_whole: bool = False) -> Any:
+def _part(
+    batch: Any,
+    num_rows: int,
+    pick: slice | Sequence[int],
+    *,
+    is_whole: bool = False,
+    counted_apart: Container[int] = (),
+) -> Any:
     def cut(value: Any, name: str) -> Any:
         if _is_array_of_rows(value):
-            return value[pick]
+            return value[pick].data if id(value) in counted_apart else value[pick]
         if _is_column(value) and len(value) == num_rows:
             if not is_whole:
                 _check_column(value, name)
@@ -395,6 +408,40 @@ def _part(batch: Any, num_rows: int, pick: slice | Sequence[int], *, is_whole: b
         return _rebuilt(value, name, cut)
 
     return cut(batch, "batch")
+
+
+def _counted_apart(batch: Any) -> frozenset[int]:
+    """Return the identities of the tensors of which each part has a separate count of in-place changes.
+
+    Views share one count, by which autograd notices that a tensor it has saved was changed. So a change in one part
+    would count as a change in all of them. ``Tensor.data`` has a separate count, but then autograd does not notice a
+    change through another tensor with the same memory. Therefore tensors whose memory another tensor of the batch or
+    another row may contain are left out.
+    """
+    tensors = [value for _, value in _walk(batch, "batch") if isinstance(value, Tensor)]
+    tensors = [tensor for tensor in tensors if tensor.layout is torch.strided and not tensor.is_nested]
+    with without_torch_function():
+        users = Counter(storage_key(tensor) for tensor in tensors)
+        return frozenset(
+            id(tensor)
+            for tensor in tensors
+            if type(tensor) is Tensor
+            and not tensor.requires_grad
+            and not tensor.is_inference()
+            and users[storage_key(tensor)] == 1
+            and not _may_overlap(tensor)
+        )
+
+
+def _may_overlap(tensor: Tensor) -> bool:
+    """Whether two elements of a tensor may be at the same place in memory, as in an expanded or unfolded tensor."""
+    extent = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= extent:
+                return True
+            extent += stride * (size - 1)
+    return False
 
 
 def _num_rows_of_batch(batch: Any) -> int:

@@ -164,11 +164,30 @@ class ChangesInPlace(Once):
         return loss
 
 
+class MasksItsBatch(Once):
+    """Changes its batch in place before a trained layer, as the SpecAugment of Whisper does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(WIDTH, WIDTH)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        batch[0][:, 1] = 0
+        return mse_loss(self(self.before(batch[0])), batch[1])
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        assert not batch[0][:, 1].any()
+
+
 def changed_in_place() -> None:
     check(ChangesInPlace, strategy=EXCEPT_LAST, stages=[2])
+    single = fit(MasksItsBatch, "auto", 1)
+    for schedule in ("1f1b", "zbv"):
+        compare(fit(MasksItsBatch, RPCSequentialStrategy(schedule=schedule, microbatches=3, balance="even"), 2), single)
 
 
-def test_what_is_changed_in_place_after_the_call() -> None:
+def test_what_training_step_changes_in_place() -> None:
     run(changed_in_place)
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
+from strategies.pipeline import NoChunk
 from strategies.pipeline.stage.microbatch.split import split_batch
 
 
@@ -113,6 +114,58 @@ def test_parts_are_views() -> None:
     batch = torch.zeros(4, 3)
     split_batch([batch], 2)[0][1][0].fill_(7)
     assert batch[:, 0].tolist() == [0, 0, 7, 7]
+
+
+def notices_changes_of_other_parts(batch: Any, name: str) -> bool:
+    """Whether autograd refuses a saved part after a change of the next part."""
+    (first, second), _ = split_batch(batch, 2)
+    assert first[name].data_ptr() == batch[name].data_ptr()
+    weight = torch.ones(first[name].shape, requires_grad=True)
+    loss = (first[name] * weight).sum()
+    second[name].zero_()
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error)
+        return True
+    return False
+
+
+def test_a_change_of_one_part_is_no_change_of_others() -> None:
+    for x in (torch.ones(4, 3), torch.ones(3, 4).T, torch.ones(8, 6)[::2, ::2], torch.ones(4, 1)):
+        assert not notices_changes_of_other_parts({"x": x, "y": torch.arange(4)}, "x")
+        assert not x[2:].any() and x[:2].all()
+
+
+def test_a_change_of_a_part_itself_is_noticed() -> None:
+    part = split_batch(torch.ones(4, 3), 2)[0][0]
+    loss = (part * torch.ones(3, requires_grad=True)).sum()
+    part[0] = 0
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_change_through_other_memory_of_the_batch_is_noticed() -> None:
+    x, windows = torch.ones(4, 3), torch.ones(5).unfold(0, 2, 1)
+    assert notices_changes_of_other_parts({"x": x, "y": x}, "x")
+    assert notices_changes_of_other_parts({"x": x, "y": x.detach()[:, 1:]}, "x")
+    assert notices_changes_of_other_parts({"x": x, "shared": NoChunk(x[:2])}, "x")
+    assert notices_changes_of_other_parts({"x": windows}, "x")
+
+
+def test_other_kinds_of_tensors_stay_as_they_are() -> None:
+    required, special = torch.ones(4, 3, requires_grad=True), torch.ones(4, 3).as_subclass(Special)
+    with torch.inference_mode():
+        inference = torch.ones(4, 3)
+    parts, _ = split_batch([required, special, inference, torch.ones(4, dtype=torch.cfloat).conj()], 2)
+    assert parts[1][0].grad_fn is not None
+    assert type(parts[1][1]) is Special
+    assert parts[1][2].is_inference()
+    assert parts[1][3].is_conj()
+
+
+class Special(Tensor):
+    """A subclass, such as an image of torchvision."""
 
 
 def test_words_alone() -> None:
