@@ -333,5 +333,7 @@ def _error_of(remote: RemoteStage, reply: Reply[Any], path: Path) -> Exception |
         if isinstance(error, WorkerLost):
             return error
         what = f"{remote.description}, {remote.process.description}"
-        return RuntimeError(f"{what}, could not write its part of the checkpoint {path}: {error}")
+        failed = RuntimeError(f"{what}, could not write its part of the checkpoint {path}: {error}")
+        failed.__cause__ = error
+        return failed
     return None

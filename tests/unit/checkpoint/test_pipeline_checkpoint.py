@@ -16,6 +16,7 @@ from parity import alike
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
+from strategies.checkpoint import pipeline_checkpoint
 from strategies.checkpoint.background import snapshot
 from strategies.checkpoint.pipeline_checkpoint import StageStates
 from strategies.checkpoint.save_and_load import load_sharded, sharded_tensors
@@ -252,12 +253,38 @@ def test_a_stage_that_cannot_write(tmp_path: Path) -> None:
     two.states.prepare_sharded(two.checkpoint(), path, needs_copy=False)()
     write = two.states.prepare_sharded({**two.checkpoint(), "epoch": 4}, path, needs_copy=False)
     two.stage.held.shelf.clear()
-    with pytest.raises(RuntimeError, match=rf"stage 0, process 7, could not write its part of the checkpoint {path}: "):
+    named = rf"stage 0, process 7, could not write its part of the checkpoint {path}: "
+    with pytest.raises(RuntimeError, match=named) as raised:
         write()
+    assert isinstance(raised.value.__cause__, KeyError), "the traceback shows where it failed"
     two.remote.has_ended = True
     with pytest.raises(WorkerLost, match="stage 0 was killed"):
         write()
     assert load_sharded(path)[0]["epoch"] == 3 and len(list(path.iterdir())) == 2
+    write = two.states.prepare_sharded(two.checkpoint(), tmp_path / "first.ckpt", needs_copy=False)
+    two.stage.held.shelf.clear()
+    with pytest.raises(WorkerLost, match="stage 0 was killed"):
+        write()
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_an_error_of_the_part_of_the_driver_is_raised_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    two, write_shard = TwoStages(), pipeline_checkpoint.write_shard
+    write = two.states.prepare_sharded(two.checkpoint(), tmp_path / "a.ckpt", needs_copy=False)
+
+    def fails_on_the_driver(shards: Path, plan: Any, tensors: dict[str, Any]) -> Any:
+        if "state_dict.outside.bias" in tensors:
+            raise IndexError("of the driver")
+        return write_shard(shards, plan, tensors)
+
+    monkeypatch.setattr(pipeline_checkpoint, "write_shard", fails_on_the_driver)
+    with pytest.raises(IndexError, match=r"^of the driver$"):
+        write()
+    two.stage.held.shelf.clear()
+    two.remote.has_ended = True  # the stage is lost at the same time
+    with pytest.raises(IndexError, match=r"^of the driver$"):
+        write()
+    assert not [*tmp_path.iterdir()]
 
 
 def test_what_does_not_fit_reaches_no_stage() -> None:
