@@ -132,7 +132,10 @@ def noted(note: Path | None) -> str:
     """Describe the most recent activity of the process that wrote this file; empty if it is not known."""
     if note is None:
         return ""
-    text = note.read_bytes().rstrip(b"\0") if note.exists() else b""
+    try:
+        text = note.read_bytes().rstrip(b"\0")
+    except FileNotFoundError:  # not written yet, or removed at the end of the session
+        text = b""
     return text.decode(errors="replace") or "while it started"
 
 

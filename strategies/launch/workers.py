@@ -40,7 +40,7 @@ class Workers:
 
     def __init__(self, stages: Sequence[str]) -> None:
         self._stages, self._count = stages, len(stages)
-        self._processes: list[Process] = []
+        self._processes: list[Process] = []  # also after the end of the session, about which other threads may ask
         self._directory = ""
         self._session: Session | None = None
         self._joined = False
@@ -97,10 +97,10 @@ class Workers:
             process.wait(wait_seconds)
         except subprocess.TimeoutExpired:
             return None
-        return f"{end_of(process)} {self.doing(stage)}"
+        return f"{end_of(process)} {self.doing(stage)}".rstrip()
 
     def doing(self, stage: int) -> str:
-        """Describe the current or most recent activity of a worker."""
+        """Describe the current or most recent activity of a worker; empty when the session has ended."""
         assert self._session is not None
         return noted(self._session.note(stage))
 
@@ -119,7 +119,6 @@ class Workers:
                 process.stdin.close()
             end_together(self._processes, grace_seconds)
         finally:
-            self._processes = []
             if self._directory:
                 shutil.rmtree(self._directory, ignore_errors=True)
                 self._directory = ""

@@ -907,6 +907,17 @@ def test_a_worker_that_is_killed_at_once(workers: Callable[[str], Workers]) -> N
         workers("kill -9 $$").start(timeout_seconds=0.2, threads=1)
 
 
+def test_how_a_worker_ended_is_known_after_the_end_of_its_session(workers: Callable[[str], Workers]) -> None:
+    """While lost workers are replaced, the driver may ask about the former ones and end them again."""
+    one = workers("kill -9 $$")
+    with pytest.raises(RuntimeError):
+        one.start(timeout_seconds=0.2, threads=1)
+    one.stop(grace_seconds=0.0)
+    for rank in (0, 1):
+        one.kill(rank)
+        assert one.ended(rank) == "was killed by signal 9" and one.process(rank).startswith("process ")
+
+
 def test_workers_that_never_come(workers: Callable[[str], Workers], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_START_SECONDS", 0.1)
     one = workers("exec sleep 60")
