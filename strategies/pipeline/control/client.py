@@ -550,13 +550,14 @@ class Reply(Generic[R]):
         """Call the function, after a new process has reached the state that the function may depend on."""
         self._reply: Any = None
         with self._stage.undisturbed():
-            self._failures = self._stage.present_failures
+            self._failures, self._process = self._stage.present_failures, self._stage.process
             if self._stage.has_repeated():
                 self._reply = self._stage.begin_beside(self._function, *self._args)
 
     def run_again(self) -> None:
         """Call the function again, after the commands before it and before the commands that use its value."""
         self._stage.result_or_loss(self._stage.ask_unlogged(StageCommands.num_kept))
+        self._process = self._stage.process
         self._reply = self._stage.begin_beside(self._function, *self._args)
         self._reply.wait()
 
@@ -568,7 +569,7 @@ class Reply(Generic[R]):
             Exception: The exception of the function, which does not count as a failure of the stage.
         """
         while True:
-            failures, reply = self._failures, self._reply
+            failures, reply, process = self._failures, self._reply, self._process
             if reply is None:  # the new process has failed before the function could be called
                 assert failures.repair is not None
                 if failures.repair.result() is None:
@@ -578,7 +579,8 @@ class Reply(Generic[R]):
                     result: R = reply.wait()
                     return result
                 except Exception as error:
-                    cause = self._stage.cause_of(error)
+                    # Of the process that was called: a new one may have taken over the stage meanwhile.
+                    cause = cause_of(error, self._stage.description, process)
                     if cause is error or failures.repair is None:
                         raise cause from (None if cause is error else error)
                     failures.add(cause, consequence=False)
@@ -834,15 +836,11 @@ class RemoteStage(NotCopyable):
         try:
             return unprofiled(rpc.rpc_async, now.name, function, args=(now.host, *args), timeout=0)
         except RuntimeError as error:
-            if self.cause_of(error) is error:
+            if cause_of(error, self.description, self.process) is error:
                 raise  # else RPC knows already that the process has ended
             failed: Any = futures.Future()
             failed.set_exception(error)
             return failed
-
-    def cause_of(self, error: Exception) -> Exception:
-        """Return why a call of :meth:`beside` failed: the process cannot be reached, or the function's exception."""
-        return cause_of(error, self.description, self.process)
 
     def readable(self) -> "RemoteStage":
         """Return the stage if user code, which may ask at any time, can read its values now.

@@ -131,6 +131,25 @@ def test_what_runs_beside_the_commands_is_called_again(running: Run) -> None:
     assert reply.wait() == 3 and len(running.done) == 1
 
 
+def test_a_call_that_failed_in_the_process_before_is_not_attributed_to_the_new_process(running: Run) -> None:
+    """The driver may look at the reply when workers have been replaced, and not every error of RPC shows a loss."""
+
+    def progress(host: Any) -> int:
+        raise AssertionError
+
+    def of_before() -> str:
+        return "was killed by signal 9"
+
+    running.remote.process = StageProcess("a process", ended=of_before, doing=lambda: "idle", kill=lambda: None)
+    reply = running.remote.beside(progress)
+    running.replies[0].set_exception(RuntimeError("RPC has ended"))
+    running.answers.update(progress=3)
+    first = running.log.failures
+    running.lose()
+    first.settle()
+    assert reply.wait() == 3 and len(running.done) == 1
+
+
 def test_a_loss_while_workers_are_replaced_counts_too(running: Run) -> None:
     def lose_another() -> None:
         raise WorkerLost("stage 1 was killed")
