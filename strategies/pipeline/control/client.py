@@ -836,7 +836,7 @@ class RemoteStage(NotCopyable):
         try:
             return unprofiled(rpc.rpc_async, now.name, function, args=(now.host, *args), timeout=0)
         except RuntimeError as error:
-            if cause_of(error, self.description, self.process) is error:
+            if cause_of(error, self.description, now.process) is error:
                 raise  # else RPC knows already that the process has ended
             failed: Any = futures.Future()
             failed.set_exception(error)
