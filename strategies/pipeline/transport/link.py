@@ -367,6 +367,8 @@ class Link:
         self._free: list[_Buffer] = []
         self._header: tuple[int, ...] | None = None
         self._num_looks = _MAX_LOOKS
+        self._unreadable = ""
+        """The error with which reading a message has failed."""
 
     def send(self, message: Tensor, contents: Sequence[Tensor] = ()) -> list[Work]:
         """Start to send a message with a header, and what belongs to it."""
@@ -410,19 +412,20 @@ class Link:
                 arrivals.has_failed = True
                 self._end_message()
                 continue
-            if size_bytes:
-                self._receive_layout(arrivals, kind, size_bytes)
-            layout = arrivals.layouts[kind]
-            tensors: list[Tensor] | None = None
-            if layout.is_small:
-                tensors = self._arrived(layout, arrivals.device)
-            elif arrivals.has_content:
-                tensors = self._received(layout, arrivals.device)
-            message = (number, microbatch), layout, tensors
+            try:
+                if arrivals is wanted:
+                    layout, tensors = self._read(arrivals, kind, size_bytes)
+                else:
+                    with torch.inference_mode(False):  # the value may be taken in another mode
+                        layout, tensors = self._read(arrivals, kind, size_bytes)
+            except BaseException as error:  # what belongs to the message may still come
+                self._unreadable = f"{type(error).__name__}: {error}"
+                raise
+            value = (number, microbatch), layout, tensors
             self._end_message()
             if arrivals is wanted:
-                return message
-            arrivals.early.append(message)
+                return value
+            arrivals.early.append(value)
         raise PeerFailed(f"rank {self.peer} of the pipeline failed")
 
     @property
@@ -448,6 +451,10 @@ class Link:
 
     def _next_header(self, wait: Wait, timeout: timedelta) -> tuple[int, ...]:
         """Return the next header. It stays the next header until :meth:`_end_message`."""
+        if self._unreadable:
+            raise RuntimeError(
+                f"a message of rank {self.peer} could not be read, so no later one can: {self._unreadable}"
+            )
         if self._header is None:
             self.post()
             message, work = self._posted[0]
@@ -478,6 +485,15 @@ class Link:
         self._header = None
         self._free.append(self._posted.popleft()[0])
         self.post()
+
+    def _read(self, arrivals: _Arrivals, kind: int, size_bytes: int) -> tuple[Layout, list[Tensor] | None]:
+        """Return the layout and the tensors of the message with the current header."""
+        if size_bytes:
+            self._receive_layout(arrivals, kind, size_bytes)
+        layout = arrivals.layouts[kind]
+        if layout.is_small:
+            return layout, self._arrived(layout, arrivals.device)
+        return layout, self._received(layout, arrivals.device) if arrivals.has_content else None
 
     def _receive_layout(self, arrivals: _Arrivals, number: int, size_bytes: int) -> None:
         description = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")

@@ -299,6 +299,36 @@ def test_a_channel_that_failed_does_not_end_the_others(groups: tuple[ProcessGrou
     assert receivers[0].receive(0, 1) == "another"
 
 
+@pytest.mark.parametrize("size", [2, 2**17])
+def test_a_value_that_is_kept_does_not_take_the_mode_of_the_thread_that_keeps_it(
+    groups: tuple[ProcessGroup, ProcessGroup], size: int
+) -> None:
+    senders, receivers = opened(groups, 2)
+    senders[0].send(torch.ones(size, requires_grad=True), 0, 0)
+    senders[1].send(torch.ones(1), 0, 0)
+    with torch.inference_mode():
+        assert receivers[1].receive(0, 0).is_inference()
+    value = receivers[0].receive(0, 0)
+    assert value.requires_grad and not value.is_inference()
+
+
+class CannotBeRead:
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+def test_after_a_message_that_cannot_be_read_a_link_fails_at_once(groups: tuple[ProcessGroup, ProcessGroup]) -> None:
+    """The rest of the message would be taken for that of the next one."""
+    senders, receivers = opened(groups, 2)
+    senders[0].send(CannotBeRead(), 0, 0)
+    senders[1].send(torch.ones(1), 0, 0)
+    with pytest.raises(ValueError, match="no number"):
+        receivers[1].receive(0, 0)
+    for receiver in receivers:
+        with pytest.raises(RuntimeError, match=r"rank 0 could not be read, so no later one can: ValueError: .*no numb"):
+            receiver.receive(0, 0)
+
+
 def test_threads_may_send_over_one_link_at_the_same_time(groups: tuple[ProcessGroup, ProcessGroup]) -> None:
     """Each new layout and each large tensor is a message of its own."""
     senders, receivers = opened(groups, 3)
