@@ -32,7 +32,6 @@ from strategies.common.torch_compat import (
     keystr,
     num_changes,
     register_pytree_node,
-    storage_key,
     tree_flatten,
     tree_flatten_with_path,
     tree_leaves,
@@ -421,14 +420,14 @@ def _counted_apart(batch: Any) -> frozenset[int]:
     tensors = [value for _, value in _walk(batch, "batch") if isinstance(value, Tensor)]
     tensors = [tensor for tensor in tensors if tensor.layout is torch.strided and not tensor.is_nested]
     with without_torch_function():
-        users = Counter(storage_key(tensor) for tensor in tensors)
+        users = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors)
         return frozenset(
             id(tensor)
             for tensor in tensors
             if type(tensor) is Tensor
             and not tensor.requires_grad
             and not tensor.is_inference()
-            and users[storage_key(tensor)] == 1
+            and users[tensor.untyped_storage().data_ptr()] == 1
             and not _may_overlap(tensor)
         )
 
