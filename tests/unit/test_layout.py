@@ -16,7 +16,6 @@ ELSEWHERE: dict[str, list[str]] = {
         "unit/remote/test_module_commands.py",
         "unit/commands/test_host.py",
     ],
-    "strategies/common/activity.py": ["unit/pipeline/control/test_hanging_stages.py", "unit/commands/test_host.py"],
     "strategies/common/autograd.py": [
         "unit/pipeline/stage/test_stage.py",
         "unit/pipeline/executor/test_per_microbatch.py",
