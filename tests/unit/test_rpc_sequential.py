@@ -915,7 +915,7 @@ def test_how_a_worker_ended_is_known_after_the_end_of_its_session(workers: Calla
     one.stop(grace_seconds=0.0)
     for rank in (0, 1):
         one.kill(rank)
-        assert one.ended(rank) == "was killed by signal 9" and one.process(rank).startswith("process ")
+        assert one.ended(rank) == "was killed by signal 9" and one.describe(rank).startswith("process ")
 
 
 def test_workers_that_never_come(workers: Callable[[str], Workers], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,7 +140,8 @@ def test_a_call_that_failed_in_the_process_before_is_not_attributed_to_the_new_p
     def of_before() -> str:
         return "was killed by signal 9"
 
-    running.remote.process = StageProcess("a process", ended=of_before, doing=lambda: "idle", kill=lambda: None)
+    before = StageProcess("a process", ended=of_before, doing=lambda: "idle", kill=lambda: None)
+    running.remote.renew("worker", None, before, running.remote.failures)
     reply = running.remote.beside(progress)
     running.replies[0].set_exception(RuntimeError("RPC has ended"))
     running.answers.update(progress=3)
