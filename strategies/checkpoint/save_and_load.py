@@ -16,6 +16,7 @@ import pickle
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path, PurePosixPath
 from typing import Any
 from uuid import uuid4
@@ -340,10 +341,23 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module.startswith("pathlib") and name == "PosixPath":  # the writer's path; not used here
             return PurePosixPath
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and (module, name) not in _TORCH_NAMES:
-            raise RuntimeError(
-                f"the .metadata of a checkpoint names {module}.{name}, which torch does not write there; nothing has "
-                "been loaded. Do not trust this checkpoint."
-            )
+            raise _foreign(f"{module}.{name}")
         return super().find_class(module, name)
+
+
+def _member(kind: Any, name: str) -> Enum:
+    """Return a member of an enumeration, which Python 3.11.0 to 3.11.3 pickles as ``getattr(kind, name)``."""
+    if not (isinstance(kind, type) and issubclass(kind, Enum)):
+        raise _foreign("builtins.getattr")
+    return kind[name]
+
+
+def _foreign(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"the .metadata of a checkpoint names {name}, which torch does not write there; nothing has been loaded. Do "
+        "not trust this checkpoint."
+    )

@@ -432,7 +432,7 @@ def timeout_of(group: ProcessGroup) -> timedelta:
 
 
 def gloo_options(device: Any, timeout: timedelta) -> Any:
-    """Return options for :func:`gloo_backend`: the network device to use, and the time-out for connecting."""
+    """Return options for :func:`add_gloo_backend`: the network device to use, and the time-out for connecting."""
     options = cast(Any, dist.ProcessGroupGloo)._Options()
     options._devices, options._timeout = [device], timeout
     return options

@@ -1,4 +1,4 @@
-"""The processes of one run and their connections: RPC for control, a gloo group for activations and gradients.
+"""The processes of one run and their connections: RPC for results and failures, a gloo group for commands and values.
 
 A session lasts from the start of the workers to their end. A process may have many sessions, one after another.
 """

@@ -602,7 +602,10 @@ class Pipeline(NotCopyable):
     # Start
 
     def start(self) -> None:
-        """Start the workers, send each its stage, and replace the module's ``forward``.
+        """Start the workers, and send each its stage, which stand-ins on the ``meta`` device replace here.
+
+        From then on, a call of the ``nn.Sequential``, or the calls of the blocks of an ``nn.ModuleList``, run the
+        pipeline.
 
         Raises:
             ValueError: If a layer cannot be sent to a worker, or an optimizer cannot be divided over the stages. No
@@ -667,12 +670,12 @@ class Pipeline(NotCopyable):
             after_session.callback(remote.close)
             return remote
 
-        def move_to_worker(i: int, remote: RemoteStage) -> None:
-            holders.append(self._move_to_worker(i, remote))
+        def put_stand_ins(i: int, remote: RemoteStage) -> None:
+            holders.append(self._put_stand_ins(i, remote))
             ending.callback(holders[-1].end)
 
         connections = self._start_workers(
-            states, threads, session_end, self.failures, client=client, on_started=move_to_worker
+            states, threads, session_end, self.failures, client=client, on_started=put_stand_ins
         )
         recoverer = self._make_recoverer(connections, session_end, threads, after_session)
         remotes = connections.remotes
@@ -765,7 +768,7 @@ class Pipeline(NotCopyable):
             PerMicrobatch(executor, self.parameters_here) if self.settings.interleaves else None,
         )
 
-    def _move_to_worker(self, i: int, remote: RemoteStage) -> Holder:
+    def _put_stand_ins(self, i: int, remote: RemoteStage) -> Holder:
         """Replace the tensors of a stage, which are now on its worker, with stand-ins."""
         holder, last = Holder(remote), len(self.stages) - 1
         for number, (model, module, stages, optimizers) in enumerate(self._all()):
@@ -872,7 +875,8 @@ class Pipeline(NotCopyable):
         session_end.callback(wait.end)
         for remote in clients:
             session_end.callback(remote.disconnect)
-        have_states = [remote.ask_unlogged(StageCommands.num_kept) for remote in clients]  # the first command of each
+        # The first command of each stage: its answer means that the stage has its state.
+        have_states = [remote.ask_unlogged(StageCommands.num_kept) for remote in clients]
         with failures.explained():
             links = Links(join_data_plane(session, len(clients), failures.raise_untold))
         store = partial(store_at, f"{session.rendezvous}/devices", session.size)

@@ -41,7 +41,7 @@ _MESSAGE_BYTES = 512
 """Orders are padded to a multiple of this size, so that they have few different layouts."""
 
 _MOST_UNDER_WAY = 32
-"""The maximum number of orders under way to a stage."""
+"""How many orders may be under way to a stage after a wait, which begins when 64 are."""
 
 _END_SECONDS = 1.0
 """The time to wait until a stage has seen the end of its orders."""

@@ -2,7 +2,7 @@
 
     driver 0   ✗ a worker is lost ── announces ─────────── agrees ── new workers, the log again
                                         │                    │
-    driver 1                       hears of it ─ ends its ── agrees ── new workers, the log again
+    driver 1                       is notified ─ ends its ── agrees ── new workers, the log again
                                                  workers
 
 The same stages of all pipelines are connected, so a worker cannot continue when the worker of another pipeline is

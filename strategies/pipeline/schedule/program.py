@@ -1,5 +1,7 @@
 """The program of each process of a pipeline: rows of actions, the places of the user's code, and bounds on messages.
 
+The schedules themselves, such as ``gpipe`` and ``1f1b``, are in :mod:`~strategies.pipeline.schedule.tables`.
+
 In this module processes have ranks. The driver has the last rank, whichever row of the table it has. Under the
 placement ``V`` of four stages, the process with the first and the last stage has row 0 of the table and rank 1.
 

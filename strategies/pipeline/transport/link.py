@@ -10,7 +10,7 @@ come first, the receivers of these channels keep them.
 
 A value is a tensor, or a nesting of tuples, lists and dicts of tensors and other objects. The sender sends it as
 
-    header   int64[5]: kind of the message, channel, pass, micro-batch, size of the layout in bytes
+    header   48 bytes: number of the layout, channel, pass, micro-batch, size of the layout in bytes (int64), padding
     tensors  in the same message as the header if they are small together, otherwise one message each after the
              layout; an empty tensor is not sent
     layout   uint8[size]: nesting, shapes, dtypes, objects that are not tensors; only if the receiver lacks it
@@ -561,9 +561,8 @@ class Sender:
             value: What to send.
             pass_number: Identifies the pass; the receiver checks it.
             microbatch: Identifies the micro-batch; the receiver checks it.
-            keep: Maximum number of values that have not arrived. Beyond it, wait for the oldest value, as :meth:`flush`
-                does. ``None`` for no maximum, until :meth:`flush`. (gloo reports an arrival only to a caller that waits
-                for it, so the sender cannot poll.)
+            keep: Calls :meth:`flush` with this number afterwards; ``None`` for no call. (gloo reports an arrival only
+                to a caller that waits for it, so the sender cannot poll.)
 
         Returns:
             Whether a tensor requires a gradient, which the receiver will return.
@@ -596,10 +595,11 @@ class Sender:
         self._wait_until(keep)
 
     def flush(self, keep: int = 0) -> None:
-        """Wait until the caller may change the tensors of all values but the last ``keep``. This bounds their memory.
+        """Bound what is under way.
 
-        Small tensors have been copied, so the caller may change them immediately, without a wait. After :meth:`fail`,
-        return immediately: the receiver may never receive values that were sent before a failure.
+        If more than 64 values or 2 MiB are under way, wait until all but the last ``keep`` have arrived. With
+        ``keep=0``, wait until the caller may change all tensors; small ones have been copied, and need no wait. After
+        :meth:`fail`, return immediately: the receiver may never receive values that were sent before a failure.
         """
         if len(self._under_way) <= keep or self._has_failed:
             return

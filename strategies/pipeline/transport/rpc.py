@@ -1,4 +1,6 @@
-"""Send values between RPC workers that the user started. RPC calls put them into the inbox of each process.
+"""Send values between RPC workers that the user started, for ``Pipe``. RPC calls put them into the inbox of a process.
+
+Between the stages of a pipeline, :mod:`~strategies.pipeline.transport.link` does.
 
     process 0 ── send ── rpc_async(deliver) ──▶ inbox of 1 ◀── receive ── process 1
 

@@ -4,6 +4,7 @@ import os
 import pickle
 import resource
 from collections import OrderedDict
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,28 @@ class Runs:
         return os.mkdir, ("ran",)
 
 
+class PicklesMembersByName(pickle.Pickler):
+    """As Python 3.11.0 to 3.11.3 do."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+
+def test_a_checkpoint_of_python_3_11_2_is_read(tmp_path: Path) -> None:
+    write(path := tmp_path / "a.ckpt")
+    (file,) = path.rglob(".metadata")
+    metadata, expected = pickle.loads(file.read_bytes()), save_and_load.load_sharded(path)
+    with open(file, "wb") as opened:
+        PicklesMembersByName(opened).dump(metadata)
+    assert b"getattr" in file.read_bytes()
+    alike(save_and_load.load_sharded(path), expected, tolerance=0.0)
+
+
+class GetsMethod:
+    def __reduce__(self) -> Any:
+        return getattr, (torch.Size, "numel")
+
+
 def test_nothing_in_it_is_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -162,6 +185,7 @@ def test_nothing_in_it_is_run(
     (metadata,) = path.rglob(".metadata")
     for content, told in (
         (Runs(), "names posix.mkdir, which torch does not write"),
+        (GetsMethod(), "names builtins.getattr, which torch does not write"),
         ({}, "holds a dict, not metadata"),
     ):
         metadata.write_bytes(pickle.dumps(content))
