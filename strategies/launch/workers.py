@@ -40,7 +40,7 @@ class Workers:
 
     def __init__(self, stages: Sequence[str]) -> None:
         self._stages, self._count = stages, len(stages)
-        self._processes: list[Process] = []  # also after the end of the session, about which other threads may ask
+        self._processes: list[Process] = []  # kept after the session: other threads may ask how a worker ended
         self._directory = ""
         self._session: Session | None = None
         self._joined = False

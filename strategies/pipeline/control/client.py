@@ -579,7 +579,7 @@ class Reply(Generic[R]):
                     result: R = reply.wait()
                     return result
                 except Exception as error:
-                    # Of the process that was called: a new one may have taken over the stage meanwhile.
+                    # Ask the process that was called: a new process may have taken over the stage since.
                     cause = cause_of(error, self._stage.description, process)
                     if cause is error or failures.repair is None:
                         raise cause from (None if cause is error else error)

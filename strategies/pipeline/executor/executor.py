@@ -132,7 +132,7 @@ class Executor(NotCopyable):
         """Number of the current or most recent pass."""
         self._shared = self._state_of_ties()
         self.unfinished: set[int] = set()
-        """Passes whose backward part may follow but has not begun. Under ``1f1b``, it is the call of ``backward``."""
+        """Passes whose backward part has not begun but may follow. Under ``1f1b``, a call of ``backward`` begins it."""
 
     def begin(
         self,

@@ -371,7 +371,7 @@ class Link:
         """The error with which reading a message has failed."""
 
     def send(self, message: Tensor, contents: Sequence[Tensor] = ()) -> list[Work]:
-        """Start to send a message with a header, and what belongs to it."""
+        """Start to send a message with a header, and the contents that follow it."""
         with self._lock:  # a thread of the user may send an order at any time, to read a value
             works = [unprofiled(self._send, [message], self.peer, _HEADER_TAG)]
             works += [unprofiled(self._send, [content], self.peer, _CONTENT_TAG) for content in contents]
@@ -416,9 +416,9 @@ class Link:
                 if arrivals is wanted:
                     layout, tensors = self._read(arrivals, kind, size_bytes)
                 else:
-                    with torch.inference_mode(False):  # the value may be taken in another mode
+                    with torch.inference_mode(False):  # the receiver may take the value in another mode
                         layout, tensors = self._read(arrivals, kind, size_bytes)
-            except BaseException as error:  # what belongs to the message may still come
+            except BaseException as error:  # the rest of the message may still arrive
                 self._unreadable = f"{type(error).__name__}: {error}"
                 raise
             value = (number, microbatch), layout, tensors
