@@ -714,7 +714,7 @@ class RemoteStage(NotCopyable):
         """Make the stage follow the orders of a channel from now on."""
         self._connection.orders = orders
         reply = self.begin_beside(follow)
-        reply.add_done_callback(partial(self._settle, done=self._connection.followed, connection=self._connection))
+        reply.add_done_callback(self._settling(self._connection.followed))
 
     def disconnect(self) -> None:
         """Make the stage stop following its link, if it still does."""
@@ -792,11 +792,11 @@ class RemoteStage(NotCopyable):
             calls: The commands.
             done: Gets the result of the last command.
         """
-        now = self._connection  # another process may have taken over the stage when the reply arrives
+        now = self._connection
         number = now.number
         reply = self.begin_beside(perform, calls, number)
         now.number += 1
-        settle = partial(self._settle, done=done, connection=now)
+        settle = self._settling(done)
         reply.add_done_callback(lambda reply: now.replies.arrived(number, partial(settle, reply)))
         self.transmit(pickle.dumps(number))  # last: after an interrupt, the next call sends it
 
@@ -885,9 +885,16 @@ class RemoteStage(NotCopyable):
             raise WorkerLost(f"{self.description}, {self.process.description}, was declared lost")
         return result.result()
 
-    def _settle(self, reply: Any, *, done: "Future[Any]", connection: _Connection) -> None:
+    def _settling(self, done: "Future[Any]") -> Callable[[Any], None]:
+        """Return a function that handles the reply to a call that is made now.
+
+        Its connection and failures are the present ones. Others may have taken their place when the reply arrives.
+        """
+        connection = self._connection
+        return partial(self._settle, done=done, connection=connection, failures=connection.failures)
+
+    def _settle(self, reply: Any, *, done: "Future[Any]", connection: _Connection, failures: Failures) -> None:
         """Handle the reply to a call; runs on a thread of RPC."""
-        failures = connection.failures
         try:
             value = reply.value()
         except Exception as error:

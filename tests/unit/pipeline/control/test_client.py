@@ -468,3 +468,18 @@ def test_a_process_that_has_been_given_up_does_not_count_against_the_next_one(wi
     wire.replies[-1].set_exception(RuntimeError("EOF"))
     with pytest.raises(WorkerLost, match="process 8 on here, was killed"):
         started.wait()
+
+
+def test_what_fails_late_is_a_failure_of_the_pass_that_sent_it(wire: Wire) -> None:
+    """A consequence of a failed pass of a ``Pipe`` does not end the next pass."""
+    remote = remote_stage()
+    of_first = remote.failures
+    first = remote.ask(StageCommands.num_kept)
+    remote.failures = Failures()
+    second = remote.ask(StageCommands.num_kept)
+    wire.replies[0].set_result(Failure.of(PeerFailed("pass 0 has failed elsewhere"), STAGE, "F3"))
+    wire.replies[1].set_result(5)
+    assert of_first.any and not remote.failures.any
+    assert second.wait() == 5
+    with pytest.raises(PeerFailed):
+        first.rescue()
