@@ -355,7 +355,8 @@ class Pipeline(NotCopyable):
         has_peers = self._replicas is not None or self._layer_peers is not None
         if has_peers or any(remote.has_ended for remote in running.executor.remotes):
             self.failures.raise_cause()
-        self._return_layers(running)
+        self._gather(running, with_grads=True)  # after an error, the layers stay with the workers
+        self.close(gather=False)
         self.start()
         assert self._running is not None
         return self._running
@@ -484,8 +485,11 @@ class Pipeline(NotCopyable):
                 recording.stop()
             if recording.is_over:
                 recording.take()
-        with self.failures.explained():
-            self._return_layers(running)
+        try:
+            with self.failures.explained():  # before the workers end, whose end would seem to be the cause
+                self._gather(running, with_grads=True)
+        finally:
+            self.close(gather=False)
         try:
             self._divide(balance)
             check()
@@ -954,13 +958,6 @@ class Pipeline(NotCopyable):
                 running.ending.close()
         if gather:
             self.failures.raise_untold()
-
-    def _return_layers(self, running: _RunningParts) -> None:
-        """Return the layers of the workers to this process, with their gradients, and end the workers."""
-        try:
-            self._gather(running, with_grads=True)
-        finally:
-            self.close(gather=False)
 
     def _gather(self, running: _RunningParts, *, with_grads: bool = False) -> None:
         """Return the layers of the workers to this process, for each worker that can still send them."""

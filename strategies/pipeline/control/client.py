@@ -712,9 +712,10 @@ class RemoteStage(NotCopyable):
 
     def connect(self, orders: Sender) -> None:
         """Make the stage follow the orders of a channel from now on."""
-        self._connection.orders = orders
-        reply = self.begin_beside(follow)
-        reply.add_done_callback(self._settling(self._connection.followed))
+        now = self._connection
+        now.orders = orders
+        settle = partial(self._settle, done=now.followed, connection=now, failures=now.failures)
+        self.begin_beside(follow).add_done_callback(settle)
 
     def disconnect(self) -> None:
         """Make the stage stop following its link, if it still does."""
@@ -792,11 +793,11 @@ class RemoteStage(NotCopyable):
             calls: The commands.
             done: Gets the result of the last command.
         """
-        now = self._connection
+        now = self._connection  # another process, or other failures, may have taken over when the reply arrives
         number = now.number
         reply = self.begin_beside(perform, calls, number)
         now.number += 1
-        settle = self._settling(done)
+        settle = partial(self._settle, done=done, connection=now, failures=now.failures)
         reply.add_done_callback(lambda reply: now.replies.arrived(number, partial(settle, reply)))
         self.transmit(pickle.dumps(number))  # last: after an interrupt, the next call sends it
 
@@ -884,14 +885,6 @@ class RemoteStage(NotCopyable):
         if self.is_lost and not result.done():
             raise WorkerLost(f"{self.description}, {self.process.description}, was declared lost")
         return result.result()
-
-    def _settling(self, done: "Future[Any]") -> Callable[[Any], None]:
-        """Return a function that handles the reply to a call that is made now.
-
-        Its connection and failures are the present ones. Others may have taken their place when the reply arrives.
-        """
-        connection = self._connection
-        return partial(self._settle, done=done, connection=connection, failures=connection.failures)
 
     def _settle(self, reply: Any, *, done: "Future[Any]", connection: _Connection, failures: Failures) -> None:
         """Handle the reply to a call; runs on a thread of RPC."""

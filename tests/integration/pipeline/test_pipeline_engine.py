@@ -1,9 +1,14 @@
 """The engine over three processes, without Lightning: what passes between stages, and failures that come last."""
 
 import copy
+import os
+import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
+from threading import Thread
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +19,7 @@ from parity_layers import Migrates
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from strategies.pipeline import driver
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.control.parts import PartKind
 from strategies.pipeline.control.shelf import captured
@@ -319,3 +325,56 @@ def interrupted_end() -> None:
 
 def test_an_interrupted_end() -> None:
     run(interrupted_end)
+
+
+class ReturnsSlowly(nn.Linear):
+    """Takes its time before its state can return."""
+
+    def get_extra_state(self) -> None:
+        if Path("slowly").exists():
+            Path("returns").touch()
+            time.sleep(60)
+
+    def set_extra_state(self, state: None) -> None:
+        pass
+
+
+def interrupt_twice() -> None:
+    while not Path("returns").exists():
+        time.sleep(0.01)
+    for _ in range(2):
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def interrupted_rebalance() -> None:
+    """The second Ctrl-C ends workers that do not answer, but their end is not what is raised."""
+    module = nn.Sequential(ReturnsSlowly(3, 3), *(nn.Linear(3, 3) for _ in range(3)))
+    pipeline = Pipeline(module, [1, 1, 2], [CPU] * 3, Settings())
+    pipeline.start()
+    Path("slowly").touch()
+    Thread(target=interrupt_twice).start()
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.rebalance([1, 2, 1])
+
+
+def test_an_interrupted_rebalance() -> None:
+    run(interrupted_rebalance)
+
+
+def no_room_here() -> None:
+    """After an error that was caught, layers cannot return to make a new start: they stay where they are."""
+    with three_stages([nn.Linear(3, 3), FailsInBackward(), *(nn.Linear(3, 3) for _ in range(2))]) as (module, *_):
+        x = torch.randn(3, 3, dtype=torch.float64)
+        expected = module(x)
+        with pytest.raises(ArithmeticError):
+            expected.sum().backward()
+            module(x)
+        with patch.object(driver, "bring_back", side_effect=MemoryError), pytest.raises(MemoryError):
+            module(x)
+        assert all(parameter.is_meta for parameter in module[0].parameters())
+        torch.testing.assert_close(module(x), expected, rtol=0, atol=0)
+
+
+def test_a_start_after_an_error_that_could_not_be_made() -> None:
+    run(no_room_here)

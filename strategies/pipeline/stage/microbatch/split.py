@@ -368,7 +368,7 @@ def split_batch(batch: Any, microbatches: int) -> tuple[list[Any], list[int]]:
     Returns:
         The parts, and the number of rows of each. Tensors in the parts share the memory of those of ``batch``. A part
         may be changed in place without effect on what autograd has saved of other parts, unless a tensor requires a
-        gradient, shares its memory with another tensor of the batch, or has rows that overlap in memory.
+        gradient, may share its memory with another tensor, or has rows that overlap in memory.
 
     Raises:
         ValueError: If the number of rows is ambiguous.
@@ -415,21 +415,29 @@ def _counted_apart(batch: Any) -> frozenset[int]:
     Views share one count, by which autograd notices that a tensor it has saved was changed. So a change in one part
     would count as a change in all of them. ``Tensor.data`` has a separate count, but then autograd does not notice a
     change through another tensor with the same memory. Therefore tensors whose memory another tensor of the batch or
-    another row may contain are left out.
+    another row may contain are left out, and those that use only a part of their memory, such as a view of a buffer.
     """
     tensors = [value for _, value in _walk(batch, "batch") if isinstance(value, Tensor)]
     tensors = [tensor for tensor in tensors if tensor.layout is torch.strided and not tensor.is_nested]
     with without_torch_function():
-        users = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors)
+        users = Counter(map(_address, tensors))
         return frozenset(
             id(tensor)
             for tensor in tensors
             if type(tensor) is Tensor
             and not tensor.requires_grad
             and not tensor.is_inference()
-            and users[tensor.untyped_storage().data_ptr()] == 1
+            and users[_address(tensor)] == 1
+            and tensor.untyped_storage().nbytes() == tensor.nbytes
             and not _may_overlap(tensor)
         )
+
+
+def _address(tensor: Tensor) -> int | None:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # a subclass that wraps other tensors has no memory
+        return None
 
 
 def _may_overlap(tensor: Tensor) -> bool:
