@@ -944,12 +944,14 @@ class Pipeline(NotCopyable):
         try:
             if self._running is not None and gather:
                 with self.failures.explained():  # report the failure that caused the loss
-                    if not is_failing:
-                        self.verify()
-                    if self._gathers_on_end:
-                        self._gather(self._running)
-                    else:
-                        self._abandon_layers(self._running)
+                    try:
+                        if not is_failing:
+                            self.verify()
+                    finally:
+                        if self._gathers_on_end:
+                            self._gather(self._running)
+                        else:
+                            self._abandon_layers(self._running)
                     if self._running.recoverer is not None and not is_failing:
                         self._running.recoverer.end_together()
         finally:

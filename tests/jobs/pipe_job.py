@@ -206,6 +206,18 @@ def errors() -> dict[str, Any]:
         after = pipe.state_dict()
         grads = [(before[name] - after[name]).item() for name in ("2.weight", "2.bias")]
         found[str(places)] = {**caught, "calls": calls.item(), "grads": grads, "expected": expected}
+    net = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1))
+    pipe = Pipe(placed(copy.deepcopy(net), "w1", "w2", None), chunks=2)
+    optimizer = pipe.follow(torch.optim.SGD(pipe.parameters(), 1.0))
+    x = torch.rand(4, 1)
+    output = pipe(x).local_value()
+    wrong = {**net.state_dict(), "1.weight": torch.ones(2, 2)}
+    found["wrong state"] = [raised(lambda: pipe.load_state_dict(wrong)), raised(lambda: pipe(x))]
+    output.sum().backward()
+    optimizer.step()
+    net(x).sum().backward()
+    torch.optim.SGD(net.parameters(), 1.0).step()
+    found["pass before it"] = {name: (value, net.state_dict()[name]) for name, value in pipe.state_dict().items()}
     for place in ("w1", None):
         pipe = Pipe(placed(nn.Sequential(nn.Linear(1, 1), FailsGoingBack(), Naps()), "w2", place, "w1"), chunks=6)
         loss = pipe(torch.rand(6, 1)).local_value().sum()

@@ -472,6 +472,7 @@ class Answer(Generic[R]):
         self._copy = pickle.dumps(calls) if is_logged else b""
         self.size_bytes = len(self._copy)
         self.meets_replicas = any(map(meets_replicas, calls))
+        self._changes_values = any(_DECLARATIONS[name].changes_values for name, *_ in calls)
         self._result: Future[R] = Future()
 
     @property
@@ -522,8 +523,12 @@ class Answer(Generic[R]):
             failures, result = self._stage.present_failures, self._result
             if failures.repair is not None:
                 wait_for_any(result, failures.first)
-                if not (result.done() and result.exception() is None) and failures.repair.result() is not None:
-                    continue
+                if not self.is_answered:
+                    if failures.repair.result() is not None:
+                        continue
+                    if not self._changes_values:  # a result from before the decision not to repair did not count
+                        self._result = result = Future()
+                        self._stage.call(pickle.loads(self._copy), result)
             return self._stage.result_or_loss(result)
 
 

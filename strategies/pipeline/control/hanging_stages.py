@@ -82,7 +82,12 @@ class _WatchedStage:
             answer = self._answer()
         if self._has_gone:
             return
-        self._silent, self._asked = 0, self.remote.begin_beside(progress)
+        self._silent = 0
+        try:
+            self._asked = self.remote.begin_beside(progress)
+        except RuntimeError:  # the RPC session of a Pipe has ended
+            self._has_gone = True
+            return
         if answer is not None:
             self._judge(answer)
 

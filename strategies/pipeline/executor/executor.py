@@ -129,7 +129,7 @@ class Executor(NotCopyable):
         self._layers = self._layers_now()
         self._num_passes = self._num_backward = self._num_averaged = 0
         self.current = -1
-        """Number of the current or most recent pass."""
+        """Number of the pass of which a part has begun last; -1 if a failure must not end this pass."""
         self._shared = self._state_of_ties()
         self.unfinished: set[int] = set()
         """Passes whose backward part has not begun but may follow. Under ``1f1b``, a call of ``backward`` begins it."""
@@ -189,6 +189,7 @@ class Executor(NotCopyable):
 
     def note_backward(self, number: int) -> None:
         """Note that the backward part of a pass begins. Its gradients are not averaged yet."""
+        self.current = number
         if self._parts.averaging is not None:
             self._parts.averaging.before_backward()
         self.unfinished.discard(number)
@@ -202,7 +203,6 @@ class Executor(NotCopyable):
             this: The pass.
             code: The code that this process runs between its actions.
         """
-        self.current = this.number
         program = self.programs[part, this.microbatches, this.list_number]
         for remote, row in zip(self.remotes, program.of_workers, strict=True):
             remote.send(StageCommands.run, this, row)

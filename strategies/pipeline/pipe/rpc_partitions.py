@@ -152,9 +152,11 @@ class _PartitionExecutor(Executor):
         self._begin_without_failures(parts.failures)
 
     def run(self, part: ProgramPart, this: Pass, code: DriverCode) -> None:
+        self._parts.failures.raise_untold()  # a failure before this pass was the current one would not end its waits
         super().run(part, this, code)
         if part == "backward":
             self.wait()  # user code may read and change gradients immediately
+        self.current = -1  # after a failure elsewhere, the backward part of this pass can still follow
 
     def explained(self) -> AbstractContextManager[None]:
         failures = self._parts.failures

@@ -160,7 +160,8 @@ def set_extra_states(layers: nn.Module, states: Mapping[int, Any]) -> None:
     """
     modules = [*layers.modules()]
     for k, state in states.items():
-        modules[k].set_extra_state(state)
+        if type(modules[k]).set_extra_state is not nn.Module.set_extra_state:  # else it is not to be loaded
+            modules[k].set_extra_state(state)
 
 
 def _structure_of(layers: nn.Module) -> list[Any]:

@@ -44,8 +44,8 @@ def bring_back(
 ) -> None:
     """Return the state of a worker to the driver, even if another stage has failed.
 
-    Values are fetched first. Code of layers (``get_extra_state``, pickling of objects) runs after that, so the values
-    are not lost if it fails.
+    Values of tensors are fetched first. What may fail in a stage (states of optimizers, pickling of objects,
+    ``get_extra_state`` of layers) is captured after that, so these values are not lost with it.
 
     Args:
         remote: The stage.
@@ -62,7 +62,7 @@ def bring_back(
     layers = modules[0].layers
     if mirror is not None:
         mirror.send_buffers(remote)
-    shelved = ShelvedPart.rescued(remote, [*tensors, *([Part(PartKind.GRADS)] if with_grads else []), *states])
+    shelved = ShelvedPart.rescued(remote, [*tensors, *([Part(PartKind.GRADS)] if with_grads else [])])
 
     def values(part: Part) -> Any:
         return shelved.pop(part).values(in_rescue)
@@ -74,6 +74,7 @@ def bring_back(
         for name, parameter in layers.named_parameters():
             if (grad := grads[name]) is not None:
                 parameter.grad = grad
+    shelved = ShelvedPart.rescued(remote, states)
     for part in states:
         optimizers.take_back(part.number, values(part))
     if mirror is not None:

@@ -70,6 +70,10 @@ def test_errors(found):
         assert own["calls"] < 8  # of 8 micro-batches
         if places[1] is not None:
             assert own["cause"].startswith("stage 1 (layers 1 to 1: Fails), process")
+    for failure in got["wrong state"]:  # raised again by the next pass
+        assert failure["type"] == "RuntimeError" and "size mismatch for 1.weight" in failure["message"]
+    for value, expected in got["pass before it"].values():
+        torch.testing.assert_close(value, expected)
     for place in ("w1", None):
         back = got[f"back, {place}"]
         assert (back["type"], back["message"]) == ("ArithmeticError", "on the way back")

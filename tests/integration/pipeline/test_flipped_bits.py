@@ -193,6 +193,20 @@ def test_flipped_bits_are_found(schedule: str) -> None:
     run(found_bits, schedule, 12)
 
 
+def returned_after_a_flipped_bit() -> None:
+    """The last step is verified when the pipeline ends; the layers return all the same."""
+    subject = Subject("gpipe", Recovery(0, verify_every_n_steps=1))
+    order_of(0).write_text(json.dumps({"kind": KINDS[0], "calls": 1, "place": 0.5, "bit": 30}))
+    subject.step(0)
+    with pytest.raises(ComputedWrongly):
+        subject.pipeline.close()
+    assert not any(parameter.is_meta for parameter in subject.layers.parameters())
+
+
+def test_layers_return_after_a_flipped_bit() -> None:
+    run(returned_after_a_flipped_bit)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_a_hundred_flipped_bits_are_found(schedule: str) -> None:

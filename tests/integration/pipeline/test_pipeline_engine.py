@@ -5,10 +5,10 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any
 from unittest.mock import patch
 
@@ -25,7 +25,7 @@ from strategies.pipeline.control.parts import PartKind
 from strategies.pipeline.control.shelf import captured
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
-from strategies.pipeline.optim.optimizers import PipelineOptimizers
+from strategies.pipeline.optim.optimizers import PipelineOptimizers, follow_optimizer
 from strategies.pipeline.stage.layers import PassContext
 
 CPU = torch.device("cpu")
@@ -325,6 +325,47 @@ def interrupted_end() -> None:
 
 def test_an_interrupted_end() -> None:
     run(interrupted_end)
+
+
+class KeepsLocks(torch.optim.SGD):
+    """Keeps what cannot be sent."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        if Path("locks").exists():
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter]["lock"] = Lock()
+
+
+class OnlySaves(nn.Linear):
+    """Adds to its state dict what nothing loads."""
+
+    def get_extra_state(self) -> str:
+        return "version 2"
+
+
+def states_that_do_not_return() -> None:
+    """A state of an optimizer that cannot be sent is an error, but parameters return. Extra states may stay away."""
+    module = nn.Sequential(OnlySaves(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+    for optimizer in (KeepsLocks(module.parameters(), 1.0), torch.optim.SGD(module.parameters(), 1.0)):
+        expected = copy.deepcopy(module)
+        pipeline = Pipeline(module, [1, 1, 1], [CPU] * 3, Settings(), optimizers=[optimizer])
+        follow_optimizer(optimizer, pipeline.optimizers)
+        pipeline.start()
+        for layers in (module, expected):
+            layers(torch.ones(4, 3)).sum().backward()
+        Path("locks").touch()
+        optimizer.step()
+        torch.optim.SGD(expected.parameters(), 1.0).step()
+        is_error = isinstance(optimizer, KeepsLocks)
+        with pytest.raises(RuntimeError, match=r"cannot pickle .*lock") if is_error else nullcontext():
+            pipeline.close()
+        module.zero_grad()
+        torch.testing.assert_close(list(module.parameters()), list(expected.parameters()))
+
+
+def test_states_that_do_not_return() -> None:
+    run(states_that_do_not_return)
 
 
 class ReturnsSlowly(nn.Linear):

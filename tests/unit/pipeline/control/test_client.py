@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -483,3 +484,26 @@ def test_what_fails_late_is_a_failure_of_the_pass_that_sent_it(wire: Wire) -> No
     assert second.wait() == 5
     with pytest.raises(PeerFailed):
         first.rescue()
+
+
+def test_a_result_that_came_before_the_decision_not_to_repair_is_asked_for_again(wire: Wire) -> None:
+    """Otherwise the layers of a stage would be lost after an error of the user's code."""
+    remote = remote_stage()
+    failures = remote.failures
+    failures.repair = Future()
+    log = SimpleNamespace(failures=failures, lock=nullcontext(), perform=lambda entry, run: run())
+    remote.keep_log(log)
+    after = AfterFailure(Failure.of(ArithmeticError("in the step"), STAGE, "step"), [3])
+    rescued = remote.ask(StageCommands.capture, {}), remote.ask(StageCommands.step, 0)
+    for reply in wire.replies:
+        reply.set_result(after)
+    failures.repair.set_result(None)
+    with ThreadPoolExecutor(1) as thread:
+        found = thread.submit(rescued[0].rescue)
+        while len(wire.replies) < 3:
+            time.sleep(0.001)
+        wire.replies[2].set_result(after)
+        assert found.result() == [3]
+    with pytest.raises(ArithmeticError):  # a step is not repeated
+        rescued[1].rescue()
+    assert len(wire.replies) == 3

@@ -96,6 +96,17 @@ def test_one_that_lives_is_not() -> None:
     assert dict(zip(ways, given_up, strict=True)) == dict.fromkeys(ways, "")
 
 
+def test_one_that_cannot_be_asked_does_not_end_the_watch() -> None:
+    def refuses(number: int) -> Progress:
+        raise RuntimeError("RPC has not been initialized")  # the user has ended the session of a Pipe
+
+    gone, hung = Answers(refuses), Answers(lambda number: progress())
+    watch = Watch([gone.remote, hung.remote], TIMEOUT)
+    assert hung.killed.wait(20)
+    watch.end()
+    assert not gone.failures.any
+
+
 def test_one_that_runs_one_action_for_too_long() -> None:
     why = Answers(lambda asked: progress(busy=time.monotonic())).watched(TIMEOUT / 4)
     assert "has run one action for too long" in why and "for 0.5 s" in why
