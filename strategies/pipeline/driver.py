@@ -47,7 +47,7 @@ from strategies.pipeline.control.client import (
     RemoteStage,
 )
 from strategies.pipeline.control.commands import StageCommands
-from strategies.pipeline.control.hanging_stages import Watch
+from strategies.pipeline.control.hanging_stages import Watch, abort_waits
 from strategies.pipeline.control.lost_workers import StageProcess, cause_of
 from strategies.pipeline.executor.executor import Executor, FillDrain, PipelineParts
 from strategies.pipeline.executor.per_microbatch import PerMicrobatch, ReleaseFactors, UserStep
@@ -82,7 +82,7 @@ from strategies.pipeline.transport.planes import AUTO, GLOO, NCCL, open_transpor
 from strategies.pipeline.transport.slots import NUM_SLOTS, Slot, SlotAddress
 from strategies.pipeline.transport.storages import send_storages
 from strategies.pipeline.transport.ties import TiedParameters, find_ties, owned_parameters
-from strategies.pipeline.worker.process import abort_transfers, host
+from strategies.pipeline.worker.process import host
 from strategies.pipeline.worker.setup import StageSetup
 from strategies.sharding import divided_layers
 from strategies.sharding.divided_layers import DividedModel, TensorGroup
@@ -889,8 +889,8 @@ class Pipeline(NotCopyable):
         with failures.explained(), environment_variables(**variables):
             transport = open_transport(self._plane, links, len(clients), self.device, routes, wait, store)
         session_end.callback(transport.close)
-        failures.first.add_done_callback(partial(_abort, ref(transport)))
         if self._plane != GLOO:
+            failures.first.add_done_callback(partial(_abort, ref(transport)))
             failures.first.add_done_callback(partial(_abort_on_workers, [ref(remote) for remote in clients]))
         for i, (state, remote, has_state) in enumerate(zip(states, clients, have_states, strict=True)):
             with failures.explained():
@@ -1016,7 +1016,7 @@ def _abort_on_workers(remotes: Sequence["ref[RemoteStage]"], _: Any) -> None:
         remote = known()
         if remote is not None and not remote.has_closed:
             with suppress(RuntimeError):  # the process has ended
-                remote.begin_beside(abort_transfers)
+                remote.begin_beside(abort_waits)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ died is noticed by :class:`~strategies.pipeline.control.client.RemoteStage`: RPC
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from strategies.commands.host import progress
@@ -26,6 +26,20 @@ _LATE_LOOK_SECONDS = 0.5
 
 _BUSY_SHARE = 0.05
 """A process counts as busy if it computes for more than this share of the time."""
+
+
+_ABORT_SECONDS = 2.0
+"""How long a stage may wait after the failure of another process before its waits are ended. Usually the report of the
+failure ends them earlier, but a stage that sends may wait for a process that receives nothing any more."""
+
+
+def abort_waits(host: Any) -> None:
+    """End all waits of a stage for other processes, because one of them has failed.
+
+    Args:
+        host: The ``RRef`` to the host of the stage.
+    """
+    host.local_value().hosted.abort_waits()
 
 
 class Watch:
@@ -66,6 +80,7 @@ class _WatchedStage:
         self._answered_at = 0.0
         self._silent = self._asleep = self._in_one_action = 0  # in looks
         self._waits_since: float | None = None
+        self._has_aborted, self._abort_seconds = False, min(_ABORT_SECONDS, timeout_seconds / 2)
         self._has_gone = False
 
     def look(self) -> None:
@@ -82,14 +97,16 @@ class _WatchedStage:
             answer = self._answer()
         if self._has_gone:
             return
-        self._silent = 0
-        try:
-            self._asked = self.remote.begin_beside(progress)
-        except RuntimeError:  # the RPC session of a Pipe has ended
-            self._has_gone = True
-            return
+        self._silent, self._asked = 0, self._called(progress)
         if answer is not None:
             self._judge(answer)
+
+    def _called(self, function: Callable[[Any], Any]) -> Any:
+        try:
+            return self.remote.begin_beside(function)
+        except RuntimeError:  # the RPC session of a Pipe has ended
+            self._has_gone = True
+            return None
 
     def _answer(self) -> Progress | None:
         try:
@@ -108,11 +125,14 @@ class _WatchedStage:
         self._asleep = 0 if got_on or busy or (before and now.stack != before.stack) else self._asleep + 1
         after_failure = now.waits and self.remote.failures.any  # the message that it waits for may never come
         if not after_failure:
-            self._waits_since = None
+            self._waits_since, self._has_aborted = None, False
         elif self._waits_since is None:
             self._waits_since = time.monotonic()
         elif time.monotonic() - self._waits_since > self._timeout_seconds:
             self._give_up("still waits after another process has failed", f"Its stack:\n{now.stack}")
+        elif not self._has_aborted and time.monotonic() - self._waits_since > self._abort_seconds:
+            self._has_aborted = True
+            self._called(abort_waits)
         if self._asleep >= _LOOKS:
             self._give_up("hangs", f"Its stack:\n{now.stack}")
         elif self._in_one_action >= _LOOKS * BUSY_FACTOR:

@@ -222,7 +222,10 @@ class Edges:
             sender.flush()
 
     def end(self) -> None:
-        """Drop the values sent to later stages. They have arrived, because results computed from them have returned."""
+        """Drop the values sent to later stages. They have arrived at the end of the driver's row.
+
+        Results computed from them have returned. After a worker's row, its neighbour may fail before they arrive.
+        """
         for (kind, _), sender in self._senders.items():
             if kind == "F":
                 sender.flush()

@@ -198,7 +198,8 @@ class Stage:
             if self._runs_code:
                 raise
             raise explained(error, self._name, DeviceMemory.of(self.device), self._situation(this)) from error
-        self._edges.end()
+        if code is not None:
+            self._edges.end()
         if self._ties is not None and not this.grad:
             self._ties.flush()
 

@@ -59,7 +59,11 @@ class Transport(Protocol):
         """Report the failure of this process to every process that receives from it, so that none waits for it."""
 
     def abort(self) -> None:
-        """End all waits for devices after a failure of any process. Any thread may call this."""
+        """End all waits of this process for devices, or over gloo, after a failure of any process.
+
+        Any thread may call this. Without devices, it closes all connections, so a process that waits only because the
+        report of the failure is under way should get some time for it.
+        """
 
     def release_sent(self) -> None:
         """Drop tensors that have been sent, without waiting for any send."""
@@ -120,7 +124,8 @@ class HostTransport:
             sender.fail()
 
     def abort(self) -> None:
-        """Do nothing: this process waits for messages only, and these waits end without an abort."""
+        for link in list(self._links.values()):
+            link.close()
 
     def release_sent(self) -> None:
         """Do nothing: gloo reports an arrival only to a caller that waits, so values are kept until the next pass."""

@@ -68,7 +68,7 @@ ORDERS, TIED_GRADIENTS, TIED_VALUES, FIRST_EDGE = range(4)
 """The channels of a link: the driver's orders, gradients and values of tied parameters, and the values of each edge e,
 which have the number ``FIRST_EDGE + e``: activations in one direction, gradients in the other."""
 
-_HEADER_TAG, _CONTENT_TAG = 0, 1
+_HEADER_TAG, _CONTENT_TAG, _UNUSED_TAG = range(3)
 
 _FAILED = -1
 """Kind of a header without a value: the sender's process has failed and sends nothing more on the channel. Any other
@@ -384,6 +384,14 @@ class Link:
     def receive_memory(self, memory: Tensor) -> Work:
         """Start to receive into memory."""
         return unprofiled(self._recv, [memory], self.peer, _CONTENT_TAG)
+
+    def close(self) -> None:
+        """Close the connections with all processes, so that every wait for them fails. Any thread may call this.
+
+        Work of gloo cannot be aborted, but if a wait takes too long, gloo closes the connections of the group.
+        """
+        with suppress(RuntimeError):  # the time-out
+            unprofiled(self._recv, [torch.empty(1)], self.peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
     def open(self, channel: int, arrivals: _Arrivals) -> None:
         """Let values of a channel arrive."""

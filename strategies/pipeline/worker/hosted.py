@@ -195,8 +195,8 @@ class HostedStage(StageCommands):
         if self._transport is not None:
             self._transport.fail()
 
-    def abort_transfers(self) -> None:
-        """End all waits for devices, because another process has failed. Called on an RPC thread."""
+    def abort_waits(self) -> None:
+        """End all waits for other processes, because one of them has failed. Called on an RPC thread."""
         if self._transport is not None:
             self._transport.abort()
 

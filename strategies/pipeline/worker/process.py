@@ -6,7 +6,6 @@ The process does not run the user's script.
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -52,15 +51,6 @@ def host(setup: StageSetup, carrier: Carrier, session: Session) -> Host[HostedSt
 
     name, next_order = f"stage {rank}", HostedStage.next_order
     return Host(create, StageCommands, name=name, activity=activity, next_order=next_order).start()
-
-
-def abort_transfers(host: Any) -> None:
-    """End all waits of a stage for devices, because another process has failed.
-
-    Args:
-        host: The ``RRef`` to the host of the stage.
-    """
-    host.local_value().hosted.abort_transfers()
 
 
 def _transport(setup: StageSetup, links: Links, session: Session, activity: Activity) -> Transport:

@@ -327,6 +327,67 @@ def test_an_interrupted_end() -> None:
     run(interrupted_end)
 
 
+class Grows(nn.Linear):
+    """Its outputs are too large to be sent before they are received."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).repeat(1, 2**15)
+
+
+class FailsOnGrown(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] > 3:
+            raise ArithmeticError("grown")
+        return super().forward(x)
+
+
+class FailsOnGrownGradients(Grows):
+    def forward(self, x: Tensor) -> Tensor:
+        output = super().forward(x)
+        if output.requires_grad:
+            output.register_hook(self.fail)
+        return output
+
+    def fail(self, grad: Tensor) -> None:
+        raise ArithmeticError("grown")
+
+
+class Same(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Shrinks(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[:, :3])
+
+
+LARGE: dict[str, list[type[nn.Linear]]] = {
+    "worker 1": [Grows, FailsOnGrown, nn.Linear],
+    "driver": [Grows, Same, FailsOnGrown],
+    "worker 0, backward": [FailsOnGrownGradients, Shrinks, nn.Linear],
+}
+
+
+def large_values(case: str, microbatches: int) -> None:
+    """A process fails and takes no more values. A process that sends to it stops waiting, and its layers return."""
+    module = nn.Sequential(*(kind(3, 3) for kind in LARGE[case]))
+    expected = copy.deepcopy(dict(module.named_parameters()))
+    pipeline = Pipeline(module, [1, 1, 1], [CPU] * 3, Settings(microbatches=microbatches, rpc_timeout_sec=10))
+    pipeline.start()
+    with pytest.raises(ArithmeticError, match="grown"):
+        module(torch.ones(32, 3)).sum().backward()
+        module(torch.ones(32, 3))
+    pipeline.close()
+    torch.testing.assert_close(dict(module.named_parameters()), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("case", LARGE)
+def test_a_failure_while_large_values_are_sent(case: str) -> None:
+    for microbatches in (4, 8):
+        run(large_values, case, microbatches)
+
+
 class KeepsLocks(torch.optim.SGD):
     """Keeps what cannot be sent."""
 

@@ -30,7 +30,7 @@ class Answers:
     """
 
     def __init__(self, answer: Callable[[int], Progress | None], ended_after: int = 1000) -> None:
-        self.asked, self.ended_after = 0, ended_after
+        self.asked, self.num_aborts, self.ended_after = 0, 0, ended_after
         self.over, self.killed = threading.Event(), threading.Event()
         self.failures = Failures()
         process = StageProcess("process 7 on here", ended=lambda: None, doing=lambda: "in F2, layer 1", kill=self.kill)
@@ -43,6 +43,9 @@ class Answers:
         self.over.set()
 
     def ask(self, function: Callable[..., Any]) -> Any:
+        if function is hanging_stages.abort_waits:
+            self.num_aborts += 1
+            return None
         assert function is host.progress
         answer = self._answer(self.asked)
         self.asked += 1
@@ -117,6 +120,7 @@ def test_one_that_waits_in_vain_after_a_failure_elsewhere() -> None:
     answers.failures.add(KeyError("elsewhere"), consequence=False)
     watch = Watch([answers.remote], TIMEOUT / 4)
     assert answers.killed.wait(60) and answers.remote.is_lost
+    assert answers.num_aborts == 1
     watch.end()
     with pytest.raises(KeyError, match="elsewhere"):
         answers.failures.raise_cause()

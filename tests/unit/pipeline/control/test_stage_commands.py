@@ -16,7 +16,7 @@ def test_the_stage_implements_every_command_and_no_other() -> None:
     for name in commands:
         assert inspect.signature(getattr(HostedStage, name)) == inspect.signature(getattr(StageCommands, name)), name
     others = {name for name, _ in inspect.getmembers(HostedStage, inspect.isfunction) if not name.startswith("_")}
-    assert others - set(commands) == {"describe", "announce_failure", "abort_transfers", "next_order"}
+    assert others - set(commands) == {"describe", "announce_failure", "abort_waits", "next_order"}
 
 
 def test_a_class_that_lacks_a_command_has_no_objects() -> None:
