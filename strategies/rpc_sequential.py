@@ -447,9 +447,9 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
     ) -> Pipeline:
         """Start the workers and send them their stages."""
         arguments = PipelineArguments()
-        for feature in self.features:
-            arguments.update(feature.arguments(prepared, optimizers))
         with as_misconfiguration():
+            for feature in self.features:
+                arguments.update(feature.arguments(prepared, optimizers))
             pipeline = Pipeline(
                 prepared.module,
                 balance,

@@ -296,7 +296,8 @@ def _check_list(model: nn.Module, path: str) -> Pipelined:
 def _is_callable(block: nn.Module) -> bool:
     """Return whether a module has a ``forward``, or overrides ``__call__`` of ``nn.Module``."""
     kind = type(block)
-    return "forward" in vars(block) or kind.forward is not nn.Module.forward or kind.__call__ is not nn.Module.__call__
+    forward = getattr(kind, "forward", None)  # the class of a traced module raises an error
+    return "forward" in vars(block) or forward is not nn.Module.forward or kind.__call__ is not nn.Module.__call__
 
 
 def _other_modules(model: nn.Module, path: str) -> str:

@@ -128,7 +128,6 @@ class StrategyPlugin(Strategy):
             if self._async_save:
                 check_links(trainer)
         ranks = cast(Any, self)  # every strategy of Relay is a ParallelStrategy
-        rank, size = place_in_group(ranks)
         has_group = getattr(ranks, "num_pipelines", 2) > 1  # a single pipeline has no process group
         if has_group:
             check_connections()
@@ -137,6 +136,7 @@ class StrategyPlugin(Strategy):
         elif self._rpc_timeout_sec is not None and ranks.num_nodes > 1:
             self._listening = listening_towards(ranks.cluster_environment.main_address)
         super().setup_environment()
+        rank, size = place_in_group(ranks)  # in a process that the launcher has started, known from here on
         if size > 1:
             await_gloo_at_exit()
             key = ranks.broadcast(f"relay/rank-0/{uuid4().hex}")

@@ -52,7 +52,7 @@ class Rebalancing(Feature):
         given = checked_rebalance(options.rebalance, options.settings)
         check_movable(
             "rebalance='auto'",
-            replicas=options.data_parallel_size,
+            num_pipelines=options.data_parallel_size,
             is_external=False,
             devices=[],
             gathers=options.gather_on_end is not False,

@@ -977,6 +977,12 @@ def test_the_command_line(mistake: str, capsys: pytest.CaptureFixture[str], monk
     assert "Traceback" not in said.err + said.out
 
 
+def test_a_traced_layer_of_the_driver() -> None:
+    model = Model()
+    model.sequential_module[2] = torch.jit.trace(model.sequential_module[2], torch.zeros(8, 4))
+    assert fit(model, devices=1).global_step == 2
+
+
 def test_no_worker_can_be_lost_with_a_single_stage() -> None:
     with pytest.warns(
         UserWarning,

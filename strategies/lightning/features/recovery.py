@@ -42,10 +42,11 @@ class LostWorkers(Feature):
             MisconfigurationException: If the workers make traces.
         """
         if prepared.num_stages == 1:
-            rank_zero_warn(
-                "recovery has no effect with a single stage, which the driver itself runs, because there is no worker "
-                "that could be lost or compute wrongly. Set devices to 2 or more."
-            )
+            if prepared.is_fitting:
+                rank_zero_warn(
+                    "recovery has no effect with a single stage, which the driver itself runs, because there is no "
+                    "worker that could be lost or compute wrongly. Set devices to 2 or more."
+                )
         elif prepared.is_profiled:
             raise MisconfigurationException(
                 "recovery runs steps again, of which PyTorchProfiler would lose or repeat the traces. Leave recovery "

@@ -25,7 +25,10 @@ from trainer import Trainer
             "pipelined_backward=False runs the backward passes of all",
         ),
         ({"rebalance": "auto", "schedule": "auto"}, "schedule='auto' has chosen together with the balance"),
-        ({"rebalance": "auto", "data_parallel_size": 2}, "is for one pipeline, but data_parallel_size is larger"),
+        (
+            {"rebalance": "auto", "data_parallel_size": 2},
+            "is for one pipeline, but data_parallel_size or tensor_parallel_size is larger",
+        ),
         (
             {"rebalance": "auto", "gather_on_end": False},
             "brings all weights to the driver for a moment, which gather_on",

@@ -52,7 +52,7 @@ def check_can_move(what: str, prepared: Preparation) -> None:
     """
     check_movable(
         what,
-        replicas=prepared.ranks.world_size,
+        num_pipelines=prepared.ranks.num_pipelines,
         is_external=prepared.ranks.world is not None,
         devices=prepared.devices,
         gathers=prepared.gathers,
@@ -99,13 +99,13 @@ def refuse(what: str, reasons: Mapping[str, bool]) -> None:
 
 
 def check_movable(
-    what: str, *, replicas: int, is_external: bool, devices: Sequence[torch.device], gathers: bool, profiles: bool
+    what: str, *, num_pipelines: int, is_external: bool, devices: Sequence[torch.device], gathers: bool, profiles: bool
 ) -> None:
     """Check that layers can move to other stages.
 
     Args:
         what: What needs layers to move, for the message.
-        replicas: Number of pipelines.
+        num_pipelines: Number of pipelines.
         is_external: Whether torchrun, SLURM or a similar launcher has started the workers.
         devices: The device of each stage.
         gathers: Whether the driver may hold the whole model.
@@ -116,7 +116,7 @@ def check_movable(
     """
     others = [device for device in devices if device.type != "cpu"]
     reasons = {
-        "is for one pipeline, but data_parallel_size is larger than 1": replicas > 1,
+        "is for one pipeline, but data_parallel_size or tensor_parallel_size is larger than 1": num_pipelines > 1,
         "starts workers, but torchrun, SLURM or the like have started those of this run": is_external,
         f"is for stages on CPUs, but one is on {', '.join(map(str, others[:1]))}": bool(others),
         "brings all weights to the driver for a moment, which gather_on_end=False avoids (it is the default for a "

@@ -1,12 +1,13 @@
 """Runs in which layers cannot move to other stages, and descriptions of moves."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
-from strategies.lightning.features.layers.moving_layers import check_movable, moves
+from strategies.lightning.features.layers.moving_layers import check_can_move, check_movable, moves
 
 
 @pytest.mark.parametrize(
@@ -20,10 +21,17 @@ from strategies.lightning.features.layers.moving_layers import check_movable, mo
     ],
 )
 def test_runs_in_which_layers_cannot_move(given: dict[str, Any], match: str) -> None:
-    fine: dict[str, Any] = {"replicas": 1, "is_external": False, "devices": [torch.device("cpu")] * 2}
+    fine: dict[str, Any] = {"num_pipelines": 1, "is_external": False, "devices": [torch.device("cpu")] * 2}
     check_movable("rebalance()", **fine, gathers=True, profiles=False)
     with pytest.raises(MisconfigurationException, match=match):
         check_movable("rebalance()", **{**fine, **given}, gathers=True, profiles=False)
+
+
+def test_layers_that_are_divided_do_not_move() -> None:
+    ranks = SimpleNamespace(world_size=1, num_pipelines=2, world=None)  # tensor_parallel_size=2
+    run: Any = SimpleNamespace(ranks=ranks, devices=[torch.device("cpu")], gathers=True, is_profiled=False)
+    with pytest.raises(MisconfigurationException, match="tensor_parallel_size is larger than 1"):
+        check_can_move("rebalance()", run)
 
 
 def test_descriptions_name_the_layers_and_both_stages() -> None:
