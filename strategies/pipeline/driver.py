@@ -488,8 +488,11 @@ class Pipeline(NotCopyable):
         try:
             with self.failures.explained():  # before the workers end, whose end would seem to be the cause
                 self._gather(running, with_grads=True)
-        finally:
-            self.close(gather=False)
+        except BaseException as error:
+            if not isinstance(error, Exception):  # such as Ctrl-C; after an error, the layers stay with the workers
+                self.close(gather=False)
+            raise
+        self.close(gather=False)
         try:
             self._divide(balance)
             check()
@@ -946,7 +949,8 @@ class Pipeline(NotCopyable):
                 with self.failures.explained():  # report the failure that caused the loss
                     try:
                         if not is_failing:
-                            self.verify()
+                            with self.failures.explained():
+                                self.verify()
                     finally:
                         if self._gathers_on_end:
                             self._gather(self._running)

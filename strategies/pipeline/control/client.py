@@ -472,7 +472,6 @@ class Answer(Generic[R]):
         self._copy = pickle.dumps(calls) if is_logged else b""
         self.size_bytes = len(self._copy)
         self.meets_replicas = any(map(meets_replicas, calls))
-        self._changes_values = any(_DECLARATIONS[name].changes_values for name, *_ in calls)
         self._result: Future[R] = Future()
 
     @property
@@ -526,9 +525,11 @@ class Answer(Generic[R]):
                 if not self.is_answered:
                     if failures.repair.result() is not None:
                         continue
-                    if not self._changes_values:  # a result from before the decision not to repair did not count
+                    calls = pickle.loads(self._copy)[-1:]
+                    if calls[0][0] == StageCommands.capture.__name__:
+                        # A result from before the decision not to repair does not count.
                         self._result = result = Future()
-                        self._stage.call(pickle.loads(self._copy), result)
+                        self._stage.call(calls, result)
             return self._stage.result_or_loss(result)
 
 
@@ -719,7 +720,7 @@ class RemoteStage(NotCopyable):
         """Make the stage follow the orders of a channel from now on."""
         now = self._connection
         now.orders = orders
-        settle = partial(self._settle, done=now.followed, connection=now, failures=now.failures)
+        settle = partial(self._settle, done=now.followed, connection=now)
         self.begin_beside(follow).add_done_callback(settle)
 
     def disconnect(self) -> None:
@@ -798,11 +799,13 @@ class RemoteStage(NotCopyable):
             calls: The commands.
             done: Gets the result of the last command.
         """
-        now = self._connection  # another process, or other failures, may have taken over when the reply arrives
+        now = self._connection  # another process may have taken over the stage when the reply arrives
+        # A Pipe notes the failures of each pass separately. A failure of any other command counts whenever it is known.
+        of_pass = now.failures if calls[-1][0] == StageCommands.run.__name__ else None
         number = now.number
         reply = self.begin_beside(perform, calls, number)
         now.number += 1
-        settle = partial(self._settle, done=done, connection=now, failures=now.failures)
+        settle = partial(self._settle, done=done, connection=now, of_pass=of_pass)
         reply.add_done_callback(lambda reply: now.replies.arrived(number, partial(settle, reply)))
         self.transmit(pickle.dumps(number))  # last: after an interrupt, the next call sends it
 
@@ -891,8 +894,11 @@ class RemoteStage(NotCopyable):
             raise WorkerLost(f"{self.description}, {self.process.description}, was declared lost")
         return result.result()
 
-    def _settle(self, reply: Any, *, done: "Future[Any]", connection: _Connection, failures: Failures) -> None:
+    def _settle(
+        self, reply: Any, *, done: "Future[Any]", connection: _Connection, of_pass: Failures | None = None
+    ) -> None:
         """Handle the reply to a call; runs on a thread of RPC."""
+        failures = of_pass or connection.failures
         try:
             value = reply.value()
         except Exception as error:

@@ -1,8 +1,9 @@
 """Detects a stage that hangs, and distinguishes it from stages that only wait for it.
 
 A stage is alive while its counter of actions increases, its process computes (a long layer, an import, a compilation),
-or its Python stack changes. Otherwise it hangs, unless it waits for a neighbour or for the driver. (A process that has
-died is noticed by :class:`~strategies.pipeline.control.client.RemoteStage`: RPC reports that its connection has ended.)
+or its Python stack changes. Otherwise it hangs, unless it waits for a neighbour or for the driver. If it still waits
+some seconds after another process has failed, its waits are ended. (A process that has died is noticed by
+:class:`~strategies.pipeline.control.client.RemoteStage`: RPC reports that its connection has ended.)
 """
 
 import threading
@@ -27,10 +28,10 @@ _LATE_LOOK_SECONDS = 0.5
 _BUSY_SHARE = 0.05
 """A process counts as busy if it computes for more than this share of the time."""
 
-
 _ABORT_SECONDS = 2.0
 """How long a stage may wait after the failure of another process before its waits are ended. Usually the report of the
-failure ends them earlier, but a stage that sends may wait for a process that receives nothing any more."""
+failure ends them earlier, but a stage that sends may wait for a process that receives nothing any more. The first look
+after a failure may come later."""
 
 
 def abort_waits(host: Any) -> None:
@@ -128,7 +129,7 @@ class _WatchedStage:
             self._waits_since, self._has_aborted = None, False
         elif self._waits_since is None:
             self._waits_since = time.monotonic()
-        elif time.monotonic() - self._waits_since > self._timeout_seconds:
+        elif self._has_aborted and time.monotonic() - self._waits_since > self._timeout_seconds:
             self._give_up("still waits after another process has failed", f"Its stack:\n{now.stack}")
         elif not self._has_aborted and time.monotonic() - self._waits_since > self._abort_seconds:
             self._has_aborted = True

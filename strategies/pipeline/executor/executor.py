@@ -129,7 +129,8 @@ class Executor(NotCopyable):
         self._layers = self._layers_now()
         self._num_passes = self._num_backward = self._num_averaged = 0
         self.current = -1
-        """Number of the pass of which a part has begun last; -1 if a failure must not end this pass."""
+        """Number of the pass of which a part has begun last; -1 between parts of passes of a ``Pipe``, where a failure
+        ends none."""
         self._shared = self._state_of_ties()
         self.unfinished: set[int] = set()
         """Passes whose backward part has not begun but may follow. Under ``1f1b``, a call of ``backward`` begins it."""

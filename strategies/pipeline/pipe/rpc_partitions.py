@@ -156,7 +156,7 @@ class _PartitionExecutor(Executor):
         super().run(part, this, code)
         if part == "backward":
             self.wait()  # user code may read and change gradients immediately
-        self.current = -1  # after a failure elsewhere, the backward part of this pass can still follow
+        self.current = -1  # if another call fails, the backward part of this pass can still follow
 
     def explained(self) -> AbstractContextManager[None]:
         failures = self._parts.failures

@@ -222,9 +222,10 @@ class Edges:
             sender.flush()
 
     def end(self) -> None:
-        """Drop the values sent to later stages. They have arrived at the end of the driver's row.
+        """Drop the values sent to later stages, at the end of a row of the driver.
 
-        Results computed from them have returned. After a worker's row, its neighbour may fail before they arrive.
+        They have arrived, because results computed from them have returned. Values of a worker may not have arrived at
+        the end of its row, and never arrive if its neighbour fails.
         """
         for (kind, _), sender in self._senders.items():
             if kind == "F":

@@ -59,10 +59,10 @@ class Transport(Protocol):
         """Report the failure of this process to every process that receives from it, so that none waits for it."""
 
     def abort(self) -> None:
-        """End all waits of this process for devices, or over gloo, after a failure of any process.
+        """End waits of this process after a failure of any process. Any thread may call this.
 
-        Any thread may call this. Without devices, it closes all connections, so a process that waits only because the
-        report of the failure is under way should get some time for it.
+        On a device plane, these are waits for devices. On the host plane, all connections are closed, so a process that
+        only waits for the report of the failure should get some time for it.
         """
 
     def release_sent(self) -> None:
@@ -125,7 +125,7 @@ class HostTransport:
 
     def abort(self) -> None:
         for link in list(self._links.values()):
-            link.close()
+            link.close_group()
 
     def release_sent(self) -> None:
         """Do nothing: gloo reports an arrival only to a caller that waits, so values are kept until the next pass."""

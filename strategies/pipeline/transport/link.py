@@ -385,13 +385,15 @@ class Link:
         """Start to receive into memory."""
         return unprofiled(self._recv, [memory], self.peer, _CONTENT_TAG)
 
-    def close(self) -> None:
-        """Close the connections with all processes, so that every wait for them fails. Any thread may call this.
+    def close_group(self) -> None:
+        """Close the connections with all processes of the group, unless this one is closed. Any thread may call this.
 
-        Work of gloo cannot be aborted, but if a wait takes too long, gloo closes the connections of the group.
+        Waits for messages of which no part has been transferred then fail. Work of gloo cannot be aborted, but if a
+        wait takes too long, gloo closes the connections of the group.
         """
-        with suppress(RuntimeError):  # the time-out
-            unprofiled(self._recv, [torch.empty(1)], self.peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+        memory = torch.empty(1, device="cpu")
+        with suppress(RuntimeError):  # the time-out, or the connection is closed
+            unprofiled(self._recv, [memory], self.peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
     def open(self, channel: int, arrivals: _Arrivals) -> None:
         """Let values of a channel arrive."""

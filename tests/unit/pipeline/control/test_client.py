@@ -474,16 +474,21 @@ def test_a_process_that_has_been_given_up_does_not_count_against_the_next_one(wi
 def test_what_fails_late_is_a_failure_of_the_pass_that_sent_it(wire: Wire) -> None:
     """A consequence of a failed pass of a ``Pipe`` does not end the next pass."""
     remote = remote_stage()
-    of_first = remote.failures
-    first = remote.ask(StageCommands.num_kept)
-    remote.failures = Failures()
-    second = remote.ask(StageCommands.num_kept)
-    wire.replies[0].set_result(Failure.of(PeerFailed("pass 0 has failed elsewhere"), STAGE, "F3"))
-    wire.replies[1].set_result(5)
-    assert of_first.any and not remote.failures.any
-    assert second.wait() == 5
+    of_first, of_second = remote.failures, Failures()
+    remote.ask(StageCommands.step, 0)
+    remote.send(StageCommands.run, None, [])
+    remote.failures = of_second
+    answer = remote.ask(StageCommands.num_kept)
+    wire.replies[1].set_result(Failure.of(PeerFailed("pass 0 has failed elsewhere"), STAGE, "F3"))
+    wire.replies[2].set_result(5)
+    assert not of_first.any and not of_second.any  # in the order of the calls
+    wire.replies[0].set_result(Failure.of(ArithmeticError("in the step"), STAGE, "step"))
+    assert of_first.any and of_second.any
+    assert answer.rescue() == 5
+    with pytest.raises(ArithmeticError):  # which no pass has raised
+        of_second.raise_untold()
     with pytest.raises(PeerFailed):
-        first.rescue()
+        of_first.raise_untold()
 
 
 def test_a_result_that_came_before_the_decision_not_to_repair_is_asked_for_again(wire: Wire) -> None:
@@ -500,8 +505,9 @@ def test_a_result_that_came_before_the_decision_not_to_repair_is_asked_for_again
     failures.repair.set_result(None)
     with ThreadPoolExecutor(1) as thread:
         found = thread.submit(rescued[0].rescue)
-        while len(wire.replies) < 3:
-            time.sleep(0.001)
+        for _ in range(5000):
+            if len(wire.replies) < 3:
+                time.sleep(0.001)
         wire.replies[2].set_result(after)
         assert found.result() == [3]
     with pytest.raises(ArithmeticError):  # a step is not repeated
