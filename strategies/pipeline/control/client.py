@@ -526,7 +526,7 @@ class Answer(Generic[R]):
                     if failures.repair.result() is not None:
                         continue
                     calls = pickle.loads(self._copy)[-1:]
-                    if calls[0][0] == StageCommands.capture.__name__:
+                    if calls[0][0] == StageCommands.capture.__name__ and result.done() and result.exception():
                         # A result from before the decision not to repair does not count.
                         self._result = result = Future()
                         self._stage.call(calls, result)

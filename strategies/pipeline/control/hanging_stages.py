@@ -132,7 +132,7 @@ class _WatchedStage:
         elif self._has_aborted and time.monotonic() - self._waits_since > self._timeout_seconds:
             self._give_up("still waits after another process has failed", f"Its stack:\n{now.stack}")
         elif not self._has_aborted and time.monotonic() - self._waits_since > self._abort_seconds:
-            self._has_aborted = True
+            self._has_aborted, self._waits_since = True, time.monotonic()
             self._called(abort_waits)
         if self._asleep >= _LOOKS:
             self._give_up("hangs", f"Its stack:\n{now.stack}")

@@ -150,6 +150,7 @@ class Edges:
         firsts: The edges over which the driver's code sends inputs.
         mail: The mailboxes of this process, by kind and number of the edge.
         waits_in_receives: Whether a receive returns when the value has arrived. Otherwise the computation waits for it.
+        waits_for_receivers: Whether :meth:`end` may wait until another process receives.
     """
 
     def __init__(
@@ -166,6 +167,7 @@ class Edges:
         ends = [driver, *rank_of, driver]
         self.rank, self.rank_of, self.transport = rank, tuple(rank_of), transport
         self.waits_in_receives = transport is None or not transport.is_ordered
+        self.waits_for_receivers = transport is not None and transport.waits_for_receivers
         self.mail: dict[Edge, Mailbox] = {}
         self._senders: dict[Edge, OutChannel] = {}
         self._receivers: dict[Edge, InChannel] = {}
@@ -222,10 +224,10 @@ class Edges:
             sender.flush()
 
     def end(self) -> None:
-        """Drop the values sent to later stages, at the end of a row of the driver.
+        """Drop the values sent to later stages, at the end of a row.
 
-        They have arrived, because results computed from them have returned. Values of a worker may not have arrived at
-        the end of its row, and never arrive if its neighbour fails.
+        On the driver they have arrived, because results computed from them have returned. Values of a worker may not
+        have arrived; if :attr:`waits_for_receivers` is set and a neighbour fails, they never do.
         """
         for (kind, _), sender in self._senders.items():
             if kind == "F":

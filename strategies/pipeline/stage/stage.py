@@ -198,7 +198,7 @@ class Stage:
             if self._runs_code:
                 raise
             raise explained(error, self._name, DeviceMemory.of(self.device), self._situation(this)) from error
-        if code is not None or not self._edges.waits_in_receives:  # on devices, this is not a wait for other processes
+        if code is not None or not self._edges.waits_for_receivers:
             self._edges.end()
         if self._ties is not None and not this.grad:
             self._ties.flush()

@@ -333,6 +333,7 @@ class DeviceTransport:
     """
 
     is_ordered = True
+    waits_for_receivers = False
 
     def __init__(self, links: Links, rank: int, device: torch.device, communicators: Communicators, wait: Wait) -> None:
         self._links, self._rank, self._device, self._wait = links, rank, device, wait

@@ -45,9 +45,11 @@ class Transport(Protocol):
     Attributes:
         is_ordered: Whether sends and receives run in the order in which they are posted, so that all processes must
             post them in one order; see :mod:`strategies.pipeline.schedule.posting`.
+        waits_for_receivers: Whether :meth:`OutChannel.flush` may wait until another process receives.
     """
 
     is_ordered: bool
+    waits_for_receivers: bool
 
     def sender(self, peer: int, channel: int) -> OutChannel:
         """Open a channel to a rank."""
@@ -80,6 +82,7 @@ class AroundTransport:
     """
 
     is_ordered = False
+    waits_for_receivers = True
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -107,6 +110,7 @@ class HostTransport:
     """
 
     is_ordered = False
+    waits_for_receivers = True
 
     def __init__(self, links: Links, device: torch.device, wait: Wait) -> None:
         self._links, self._device, self._wait = links, device, wait

@@ -151,6 +151,7 @@ class RpcTransport:
     """
 
     is_ordered = False
+    waits_for_receivers = False
 
     def __init__(self, rank: int, inboxes: Sequence[Any], device: torch.device, wait: Wait = wait_here) -> None:
         self._inboxes, self._device, self._wait = list(inboxes), device, wait
