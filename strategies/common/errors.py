@@ -24,7 +24,7 @@ def is_consequence(error: BaseException) -> bool:
         isinstance(error, PeerFailed | PeerSilent | DistBackendError)  # raised by NCCL
         or "onnection closed by peer" in str(error)
         or "onnection reset" in str(error)
-        or "caused pair closure" in str(error)  # gloo, after a wait that another thread has ended
+        or "caused pair closure" in str(error)  # gloo, after a wait of another thread has timed out
         or ("Broken pipe" in str(error) and "gloo/transport" in str(error))
         or "failed to connect" in str(error)
     )

@@ -136,7 +136,7 @@ class StrategyPlugin(Strategy):
         elif self._rpc_timeout_sec is not None and ranks.num_nodes > 1:
             self._listening = listening_towards(ranks.cluster_environment.main_address)
         super().setup_environment()
-        rank, size = place_in_group(ranks)  # in a process that the launcher has started, known from here on
+        rank, size = place_in_group(ranks)  # a process that the launcher has started knows its rank now
         if size > 1:
             await_gloo_at_exit()
             key = ranks.broadcast(f"relay/rank-0/{uuid4().hex}")

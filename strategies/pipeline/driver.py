@@ -486,7 +486,7 @@ class Pipeline(NotCopyable):
             if recording.is_over:
                 recording.take()
         try:
-            with self.failures.explained():  # before the workers end, whose end would seem to be the cause
+            with self.failures.explained():  # notes an error before the workers end, which would seem to be its cause
                 self._gather(running, with_grads=True)
         except BaseException as error:
             if not isinstance(error, Exception):  # such as Ctrl-C; after an error, the layers stay with the workers

@@ -527,7 +527,7 @@ class Answer(Generic[R]):
                         continue
                     calls = pickle.loads(self._copy)[-1:]
                     if calls[0][0] == StageCommands.capture.__name__ and result.done() and result.exception():
-                        # A result from before the decision not to repair does not count.
+                        # The reply came before the decision not to repair, so it did not count.
                         self._result = result = Future()
                         self._stage.call(calls, result)
             return self._stage.result_or_loss(result)

@@ -152,7 +152,7 @@ class _PartitionExecutor(Executor):
         self._begin_without_failures(parts.failures)
 
     def run(self, part: ProgramPart, this: Pass, code: DriverCode) -> None:
-        self._parts.failures.raise_untold()  # a failure before this pass was the current one would not end its waits
+        self._parts.failures.raise_untold()  # an earlier failure would not end the waits of this pass
         super().run(part, this, code)
         if part == "backward":
             self.wait()  # user code may read and change gradients immediately

@@ -160,7 +160,7 @@ def set_extra_states(layers: nn.Module, states: Mapping[int, Any]) -> None:
     """
     modules = [*layers.modules()]
     for k, state in states.items():
-        if type(modules[k]).set_extra_state is not nn.Module.set_extra_state:  # else it is not to be loaded
+        if type(modules[k]).set_extra_state is not nn.Module.set_extra_state:  # otherwise torch loads none either
             modules[k].set_extra_state(state)
 
 
