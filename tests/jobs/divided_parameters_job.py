@@ -117,9 +117,26 @@ class PenalisedLayer(Language):
         return loss + 0.1 * self.model.model.layers[0].mlp.up_proj.weight.square().sum()
 
 
+class NotByElement(Language):
+    """An optimizer that computes with norms of whole matrices."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adafactor(self.parameters(), lr=0.01)
+
+
 WRONG: dict[str, type[Language]] = {
     kind.__name__: kind
-    for kind in (WithoutTokens, Uneven, UnevenValidation, Skipping, Scaled, Penalised, PenalisedLayer, ClippedByHand)
+    for kind in (
+        WithoutTokens,
+        Uneven,
+        UnevenValidation,
+        Skipping,
+        Scaled,
+        Penalised,
+        PenalisedLayer,
+        ClippedByHand,
+        NotByElement,
+    )
 }
 MODELS.update(
     {name: lambda kind=kind: kind(llama()) for name, kind in WRONG.items()},

@@ -6,7 +6,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rpc_workers import rpc_workers
@@ -188,6 +188,29 @@ class Fails(nn.Module):
         return x * 2
 
 
+class StaysHere(NamedTuple):
+    """A value that no other process can read."""
+
+    value: Tensor
+
+    def __reduce__(self) -> Any:
+        return refuse, ()
+
+
+def refuse() -> None:
+    raise LookupError("this value cannot be read here")
+
+
+class SendsWhatStays(nn.Module):
+    def forward(self, x: Tensor) -> StaysHere:
+        return StaysHere(x)
+
+
+class Takes(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
 def errors() -> dict[str, Any]:
     """An error in each place, and whether the Pipe goes on after it."""
     found: dict[str, Any] = {}
@@ -224,6 +247,9 @@ def errors() -> dict[str, Any]:
         found[f"back, {place}"] = raised(loss.backward)
         pipe.zero_grad()
         found[f"back, {place}, again"] = raised(lambda pipe=pipe: pipe(torch.rand(6, 1)).local_value().sum().backward())
+    pipe = Pipe(placed(nn.Sequential(SendsWhatStays(), Takes(), nn.Linear(1, 1)), "w1", "w2", None), chunks=2)
+    begin = time.monotonic()
+    found["not delivered"] = {**raised(lambda: pipe(torch.rand(6, 1))), "seconds": time.monotonic() - begin}
     return found
 
 

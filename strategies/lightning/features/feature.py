@@ -83,7 +83,11 @@ class Feature:
         return nullcontext()
 
     def arguments(self, prepared: Preparation, optimizers: Sequence[Optimizer]) -> PipelineArguments:
-        """Return arguments of the pipeline. ``optimizers`` holds the user's optimizers if the run trains."""
+        """Return arguments of the pipeline. ``optimizers`` holds the user's optimizers if the run trains.
+
+        Raises:
+            ValueError: If the user's settings do not fit. The user gets Lightning's ``MisconfigurationException``.
+        """
         return {}
 
     def memory(self, prepared: Preparation, optimizers: Sequence[Optimizer]) -> MemoryArguments:

@@ -78,6 +78,8 @@ def test_errors(found):
         back = got[f"back, {place}"]
         assert (back["type"], back["message"]) == ("ArithmeticError", "on the way back")
         assert got[f"back, {place}, again"]["type"] == "nothing"
+    assert "this value cannot be read here" in got["not delivered"]["message"]
+    assert got["not delivered"]["seconds"] < 20  # and not only after RPC's time limit
 
 
 def test_skips_are_freed(found):

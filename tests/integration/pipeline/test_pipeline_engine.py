@@ -482,3 +482,18 @@ def no_room_here() -> None:
 
 def test_a_start_after_an_error_that_could_not_be_made() -> None:
     run(no_room_here)
+
+
+def no_room_to_rebalance() -> None:
+    """Layers that cannot return, so that they could move, stay where they are."""
+    with three_stages([nn.Linear(3, 3) for _ in range(4)]) as (module, plain, pipeline):
+        x = torch.randn(3, 3, dtype=torch.float64)
+        with patch.object(driver, "bring_back", side_effect=MemoryError), pytest.raises(MemoryError):
+            pipeline.rebalance([2, 1, 1])
+        assert all(parameter.is_meta for parameter in module[0].parameters())
+        compare(module, plain, pipeline, x)
+        assert pipeline.balance == [1, 2, 1]
+
+
+def test_layers_that_cannot_return_do_not_move() -> None:
+    run(no_room_to_rebalance)

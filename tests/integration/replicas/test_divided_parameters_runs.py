@@ -108,6 +108,7 @@ def failing(case: str, stages: int) -> str:
         ("Penalised", 2, "a weight is used outside of the forward function of its own module"),
         ("PenalisedLayer", 2, "a weight is used outside of the forward function of its own module"),
         ("ClippedByHand", 2, "another stage of the pipeline, which torch.nn.utils.clip_grad_norm_"),
+        ("NotByElement", 2, "MisconfigurationException: Adafactor cannot be used under zero_stage=3"),
         ("ClippedByHand", 1, "of which each has the whole, to different values."),
     ],
 )

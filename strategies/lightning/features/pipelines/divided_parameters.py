@@ -108,13 +108,12 @@ class DividedParameters(Feature):
             return {}
         model, group = prepared.model, self._group
         assert group is not None
-        with as_misconfiguration():
-            for optimizer in optimizers:
-                check_by_element(optimizer, _OPTION, "zero_stage=2")
-            for tensor in [*model.parameters(), *model.buffers()]:
-                if not tensor.is_meta:
-                    tensor.data.copy_(group.of_first(tensor.data))
-            self._model = GatheredModel(model, chain(*lists_of(prepared.module)), group.rank, group.size)
+        for optimizer in optimizers:
+            check_by_element(optimizer, _OPTION, "zero_stage=2")
+        for tensor in [*model.parameters(), *model.buffers()]:
+            if not tensor.is_meta:
+                tensor.data.copy_(group.of_first(tensor.data))
+        self._model = GatheredModel(model, chain(*lists_of(prepared.module)), group.rank, group.size)
         rank_zero_info(f"{_OPTION}: {self._model.described()}.")
         self._optimizers = optimizers
         for optimizer in optimizers:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from torch.optim import Optimizer
 
-from strategies.lightning.arguments import as_misconfiguration, check_whole_number
+from strategies.lightning.arguments import check_whole_number
 from strategies.lightning.compat import MisconfigurationException, rank_zero_warn
 from strategies.lightning.features.feature import Feature, MemoryArguments, PipelineArguments
 from strategies.lightning.hooks import Undo, after_backward, overridden_gradient_hooks
@@ -48,9 +48,8 @@ class AveragedReplicas(Feature):
         """Return the description of the replicas. Collective: every replica calls this."""
         zero_stage = self._zero_stage if prepared.is_fitting else 0
         if self._zero_stage in (1, 2):
-            with as_misconfiguration():
-                for optimizer in optimizers:
-                    check_divisible(optimizer)
+            for optimizer in optimizers:
+                check_divisible(optimizer)
         return {"replicas": prepared.ranks.replicas(prepared.settings.patience_seconds, zero_stage=zero_stage)}
 
     def memory(self, prepared: Preparation, optimizers: Sequence[Optimizer]) -> MemoryArguments:

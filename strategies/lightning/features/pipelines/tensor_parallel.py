@@ -138,15 +138,14 @@ class TensorParallel(Feature):
         """Divide the model and the states of the optimizers."""
         group, model = self._group, prepared.model
         assert group is not None
-        with as_misconfiguration():
-            for optimizer in optimizers:
-                check_by_element(optimizer, f"tensor_parallel_size={self._size}", "tensor_parallel_size=1")
-            averages = [copy.model for copy in find_copies(prepared.trainer, prepared.module, prepared.path)]
-            for each in (model, *averages):
-                for tensor in [*each.parameters(), *each.buffers()]:
-                    if not tensor.is_meta:
-                        tensor.data.copy_(group.of_first(tensor.data))
-            self._model = PlannedModel(model, self._plan, group.rank, group.size, averages)
+        for optimizer in optimizers:
+            check_by_element(optimizer, f"tensor_parallel_size={self._size}", "tensor_parallel_size=1")
+        averages = [copy.model for copy in find_copies(prepared.trainer, prepared.module, prepared.path)]
+        for each in (model, *averages):
+            for tensor in [*each.parameters(), *each.buffers()]:
+                if not tensor.is_meta:
+                    tensor.data.copy_(group.of_first(tensor.data))
+        self._model = PlannedModel(model, self._plan, group.rank, group.size, averages)
         rank_zero_info(f"tensor_parallel_size={self._size}: {self._model.described()}.")
         self._optimizers = optimizers
         for optimizer in optimizers:
