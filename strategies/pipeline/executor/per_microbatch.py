@@ -176,7 +176,9 @@ class _MicrobatchCode:
         """The loss of each micro-batch, detached."""
         self.learns = False
         """Whether the loss of any micro-batch requires a backward pass."""
-        self._steps: list[SuspendedStep] = []
+        self._steps: dict[int, SuspendedStep] = {}
+        """The suspended run of each micro-batch. A run that has ended is dropped: its small objects lie between freed
+        blocks of tensors, and would prevent later tensors from using this memory again."""
         self._inputs: list[list[list[GradientEdge]]] = [[] for _ in codes]
         """For each micro-batch and list of layers, the tensors in the list's input that require a gradient.
 
@@ -204,7 +206,7 @@ class _MicrobatchCode:
         try:
             yield
         except BaseException:
-            for suspended in self._steps:
+            for suspended in self._steps.values():
                 suspended.abandon()
             raise
 
@@ -215,7 +217,7 @@ class _MicrobatchCode:
             recorder.begin()
         if number == 0:
             code = partial(self._in_context, self._codes[m])
-            self._steps.append(self._threads.begin(code, layer_seed(this.seed, m, -1)))
+            self._steps[m] = self._threads.begin(code, layer_seed(this.seed, m, -1))
         else:
             output, slots = self._cut_off(self._output(m, number - 1))
             self._slots[m].append(slots)
@@ -307,7 +309,6 @@ class _MicrobatchCode:
     def _loss(self, m: int) -> Tensor | None:
         """Run the code after the call of the module for a micro-batch, with its backward pass."""
         executor, this, is_joined = self._executor, self._this, self._is_joined
-        step = self._steps[m]
         if (recorder := executor.stage.recorder) is not None:
             recorder.begin()
         output = self._output(m, len(self._ends) - 1)
@@ -323,9 +324,9 @@ class _MicrobatchCode:
         # The loss may also depend on the input directly; _answer then uses that part of the graph again. If it depends
         # on side outputs of this stage, which the code may drop, the backward action uses the stage's graph again.
         keep = not is_joined and (any(self._inputs[m]) or self._use_graphs_of_stages)
-        step.resume(output)
+        self._steps[m].resume(output)
         del output
-        loss, step.result = step.result, None
+        loss = self._steps.pop(m).result
         if loss is not None and loss.numel() != 1:
             raise RuntimeError(f"training_step returned a loss of shape {list(loss.shape)}; it must be a single number")
         if loss is not None and loss.requires_grad:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from paths import environment as tests_environment
 
 from strategies.launch.allocator import variables_of_worker
@@ -20,6 +21,9 @@ pytestmark = pytest.mark.skipif(
     reason="needs glibc 2.36 with its own settings",
 )
 
+
+JOINED = "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"
+"""Small blocks rejoin their neighbours when they are freed."""
 
 PROGRAM = """
 import os, resource, statistics, sys
@@ -78,22 +82,29 @@ with all_freed_memory_kept():
 @pytest.mark.parametrize(
     "given, expected",
     [
-        ("", "glibc.malloc.hugetlb=1"),
-        ("glibc.cpu.x86_shstk=on", "glibc.cpu.x86_shstk=on:glibc.malloc.hugetlb=1"),
-        ("glibc.malloc.hugetlb=0", "glibc.malloc.hugetlb=0"),
+        ("", f"{JOINED}:glibc.malloc.hugetlb=1"),
+        ("glibc.cpu.x86_shstk=on", f"glibc.cpu.x86_shstk=on:{JOINED}:glibc.malloc.hugetlb=1"),
+        ("glibc.malloc.hugetlb=0", f"glibc.malloc.hugetlb=0:{JOINED}"),
+        (
+            "glibc.malloc.tcache_count=7",
+            "glibc.malloc.tcache_count=7:glibc.malloc.mxfast=0:glibc.malloc.hugetlb=1",
+        ),
     ],
 )
-def test_huge_pages_are_added_to_what_the_user_has_tuned(
+def test_settings_are_added_to_what_the_user_has_tuned(
     given: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("strategies.launch.allocator._has_huge_pages", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     variables = {"GLIBC_TUNABLES": given} | variables_of_worker({"GLIBC_TUNABLES": given})
     assert variables["GLIBC_TUNABLES"] == expected
 
 
-def test_no_huge_pages_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_gpus", [0, 1])
+def test_no_huge_pages_where_there_are_none(num_gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("strategies.launch.allocator._has_huge_pages", lambda: False)
-    assert "GLIBC_TUNABLES" not in variables_of_worker({})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    assert variables_of_worker({}).get("GLIBC_TUNABLES") == (None if num_gpus else JOINED)
 
 
 @pytest.mark.slow
@@ -101,6 +112,6 @@ def test_a_worker_faults_in_large_blocks_by_huge_pages_if_the_kernel_has_them() 
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     has_huge_pages = setting.exists() and "[never]" not in setting.read_text()
     environment = environment_of_worker(sys.path, threads=1)
-    assert ("GLIBC_TUNABLES" in environment) == has_huge_pages
+    assert ("glibc.malloc.hugetlb=1" in environment.get("GLIBC_TUNABLES", "")) == has_huge_pages
     (found,) = printed("print(faults(48))", environment)
     assert found < 0.5 if has_huge_pages else found > 0.9
