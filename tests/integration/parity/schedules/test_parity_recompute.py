@@ -282,7 +282,7 @@ def growth_of_long() -> int:
 @pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the worker's settings are those of glibc")
 def test_what_is_kept_leaves_no_holes_in_the_heap() -> None:
-    """A freed activation has room for that of the next micro-batch, although the stage keeps an input in between."""
+    """The memory of a freed activation is used for the next micro-batch, although the stage has kept an input since."""
     growth = run(growth_of_long)
     print(f"{growth / MEBI:.1f} MiB")
     assert growth < 32 * MEBI
