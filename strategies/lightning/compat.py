@@ -163,6 +163,7 @@ EvaluationLoop = pl.loops._EvaluationLoop
 FitLoop = pl.loops.fit_loop._FitLoop
 Launcher = pl.strategies.launchers.launcher._Launcher
 LoggerConnector = _connectors.logger_connector._LoggerConnector
+MultiProcessingLauncher = pl.strategies.launchers._MultiProcessingLauncher
 PrefetchDataFetcher = pl.loops.fetchers._PrefetchDataFetcher
 ResultCollection = _connectors.logger_connector.result._ResultCollection
 ResultMetadata = _connectors.logger_connector.result._Metadata

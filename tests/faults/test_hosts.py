@@ -26,10 +26,12 @@ pytestmark = [
 ]
 
 
-def started(hosts: TwoHosts, strategy: str, folder: Path) -> list[subprocess.Popen]:
+def started(hosts: TwoHosts, strategy: str, folder: Path, num_local: int = NUM_LOCAL) -> list[subprocess.Popen]:
     """Start the job, and return when it trains."""
     job = [sys.executable, hosts_job.__file__, strategy, str(TIMEOUT), str(folder)]
-    ranks, deadline = hosts.start_ranks(job, PORT, folder), time.monotonic() + START_SECONDS
+    if strategy == "spawned":  # one script on each host, without srun
+        job = ["sh", "-c", 'unset SLURM_NTASKS; NODE_RANK=$SLURM_NODEID exec "$@"', "sh", *job]
+    ranks, deadline = hosts.start_ranks(job, PORT, folder, num_local), time.monotonic() + START_SECONDS
     while not list(folder.glob("trains-*")):
         assert all(rank.poll() is None for rank in ranks), said(folder)
         assert time.monotonic() < deadline, said(folder)
@@ -38,7 +40,7 @@ def started(hosts: TwoHosts, strategy: str, folder: Path) -> list[subprocess.Pop
 
 
 def said(folder: Path) -> list[str]:
-    return [(folder / f"out-{rank}").read_text() for rank in range(2 * NUM_LOCAL)]
+    return [file.read_text() for file in sorted(folder.glob("out-*"))]
 
 
 @pytest.mark.timeout(500)
@@ -66,6 +68,27 @@ def test_every_process_ends_after_the_link_and_names_both_hosts(
         own, other = "ab" if rank < NUM_LOCAL else "ba"
         assert f"rank {rank} on {own} (10.77." in text and f"has heard nothing from {other} (10.77." in text, text
         assert "the network between the two hosts may be down" in text
+
+
+@pytest.mark.timeout(500)
+def test_ranks_that_a_script_spawns_know_their_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    with two_hosts() as hosts:
+        scripts = started(hosts, "spawned", tmp_path, num_local=1)
+        try:
+            hosts.cut()
+            deadline = time.monotonic() + TIMEOUT + 10
+            for script in scripts:
+                script.wait(max(0.1, deadline - time.monotonic()))
+        finally:
+            for script in scripts:
+                script.kill()
+    assert all(script.returncode == 1 for script in scripts), said(tmp_path)
+    for number, (own, other) in enumerate(("ab", "ba")):
+        text = (tmp_path / f"out-{number}").read_text()
+        ranks = range(number * NUM_LOCAL, (number + 1) * NUM_LOCAL)
+        assert any(f"rank {rank} on {own} (10.77." in text for rank in ranks), text
+        assert f"has heard nothing from {other} (10.77." in text, text
 
 
 @pytest.mark.timeout(500)

@@ -45,6 +45,7 @@ def main(name: str, timeout: float, folder: Path) -> None:
         "replicas": lambda: RPCSequentialStrategy(microbatches=2, data_parallel_size=2, rpc_timeout_sec=timeout),
         "alone": lambda: RPCSequentialStrategy(microbatches=2, rpc_timeout_sec=timeout),
         "ddp": lambda: DDPStrategy(rpc_timeout_sec=timeout),
+        "spawned": lambda: DDPStrategy(start_method="spawn", rpc_timeout_sec=timeout),
         "zero": lambda: ZeROStrategy(stage=1, rpc_timeout_sec=timeout),
     }
     trainer = Trainer(

@@ -1,7 +1,8 @@
-"""Starts the other ranks of this host by running the script again, as Lightning does, and reports ranks that fail."""
+"""Lightning's launchers of ranks, with errors that name the rank or the host that has failed."""
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -17,7 +18,13 @@ from strategies.launch.rank_monitor import (
 )
 from strategies.launch.rendezvous import InterruptibleTCPStore
 from strategies.launch.session import environment_variables
-from strategies.lightning.compat import Launcher, SubprocessScriptLauncher, Trainer, set_num_threads_if_needed
+from strategies.lightning.compat import (
+    Launcher,
+    MultiProcessingLauncher,
+    SubprocessScriptLauncher,
+    Trainer,
+    set_num_threads_if_needed,
+)
 from strategies.lightning.launch.loopback import PARENT, LoopbackEnvironment
 from strategies.lightning.launch.phases import noting_phases
 
@@ -111,11 +118,30 @@ class ScriptLauncher(SubprocessScriptLauncher):
         ScriptLauncher.role, self.procs = None, []
 
 
+class SpawnLauncher(MultiProcessingLauncher):
+    """Lightning's launcher for ``start_method="spawn"`` and the like, except that errors of a rank name a lost host."""
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        """Start the ranks of this host, which call the function.
+
+        Raises:
+            ProcessRaisedException: If a rank has failed, with the rank's error.
+        """
+        return super().launch(partial(_call, function), *args, trainer=trainer, **kwargs)
+
+
+def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with explaining_lost_hosts():
+        return function(*args, **kwargs)
+
+
 def in_place_of(launcher: Launcher | None) -> Launcher | None:
     """Return Relay's launcher where Lightning would use its own, else the given one."""
-    if launcher is None or type(launcher) is not SubprocessScriptLauncher:
-        return launcher
-    return ScriptLauncher(launcher.cluster_environment, launcher.num_processes, launcher.num_nodes)
+    if type(launcher) is SubprocessScriptLauncher:
+        return ScriptLauncher(launcher.cluster_environment, launcher.num_processes, launcher.num_nodes)
+    if type(launcher) is MultiProcessingLauncher:
+        return SpawnLauncher(launcher._strategy, launcher._start_method)
+    return launcher
 
 
 def mark_entered(launcher: Launcher | None) -> None:
