@@ -62,7 +62,7 @@ class Mirror:
             self._check_structure()
             before, self._sent = self._sent, plain_attributes(self._layers)
             for k, (old, now) in enumerate(zip(before, self._sent, strict=True)):
-                if new := {name: value for name, value in now.items() if name not in old or old[name] != value}:
+                if new := {name: value for name, value in now.items() if not _has(old, name, value)}:
                     changed[k] = new
             self._seen = _Seen(self._layers)
         trained, self._trained = self._trained, self._flags()
@@ -103,9 +103,11 @@ class Mirror:
     ) -> None:
         """Copy the worker's attributes to the driver's layers, except attributes that have changed here."""
         self._objects.take(*objects)
-        for module, sent, now in zip(self._layers.modules(), self._sent, attributes, strict=True):
+        for k, (module, sent, now) in enumerate(zip(self._layers.modules(), self._sent, attributes, strict=True)):
             own = vars(module)
-            own.update({name: value for name, value in now.items() if name in sent and own.get(name) == sent[name]})
+            for name, value in now.items():
+                if _has(own, name, sent[name]) if name in sent else self._objects.is_unchanged(k, name):
+                    own[name] = value
 
 
 class _Seen:
@@ -146,6 +148,11 @@ def set_attributes(layers: nn.Module, attributes: Attributes) -> None:
     modules = list(layers.modules())
     for k, changed in attributes.items():
         vars(modules[k]).update(changed)
+
+
+def _has(attributes: Mapping[str, Any], name: str, value: Any) -> bool:
+    """Return whether an attribute has this value; NaN equals itself."""
+    return name in attributes and (attributes[name] is value or bool(attributes[name] == value))
 
 
 def has_extra_state(module: nn.Module) -> bool:

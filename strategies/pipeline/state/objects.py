@@ -73,15 +73,16 @@ class ObjectsAtStart:
         """Set the attributes that :func:`objects_of` returned on the worker, if only the worker has changed them."""
         for (k, name), value in pickle.loads(pickled).items():
             own = vars(self._modules[k])
-            if self._is_unchanged(k, name) and not (name in own and canonical(own[name]) == canonical(value)):
+            if self.is_unchanged(k, name) and not (name in own and canonical(own[name]) == canonical(value)):
                 own[name] = value
         for (k, name), tensor in tensors.items():
             own = vars(self._modules[k]).get(name)
             same = isinstance(own, Tensor) and own.dtype == tensor.dtype and torch.equal(own.cpu(), tensor)
-            if not same and self._is_unchanged(k, name):
+            if not same and self.is_unchanged(k, name):
                 vars(self._modules[k])[name] = tensor.clone()
 
-    def _is_unchanged(self, k: int, name: str) -> bool:
+    def is_unchanged(self, k: int, name: str) -> bool:
+        """Return whether the driver has not changed an attribute of the ``k``-th module; it may be absent."""
         own, known = vars(self._modules[k]), self._known[k]
         if name not in own or name not in known:
             return name not in own and name not in known

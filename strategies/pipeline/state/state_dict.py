@@ -125,6 +125,8 @@ class StateOfStages:
         self._send_buffers()
         start = self._start
         here = {start + name[len(prefix) :]: state.pop(name) for name in list(state) if name.startswith(prefix)}
+        for name in [name for name in here if all(layer_of(name, each._modules) is None for each in self._stages)]:
+            state[prefix + name[len(start) :]] = here.pop(name)  # of the container itself
         for layers, remote in zip(self._stages, self._remotes, strict=True):
             own = {name: value for name, value in here.items() if layer_of(name, layers._modules) is not None}
             if remote is not None:
@@ -136,7 +138,7 @@ class StateOfStages:
         if self._is_reversed:
             places = {name: place for place, name in enumerate(module._modules)}
             own_keys = [name for name in state if name.startswith(prefix)]
-            own_keys.sort(key=lambda name: places[name[len(prefix) :].partition(".")[0]])
+            own_keys.sort(key=lambda name: places.get(name[len(prefix) :].partition(".")[0], -1))
             state.update({name: state.pop(name) for name in own_keys})
         first: dict[nn.Parameter, str] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):

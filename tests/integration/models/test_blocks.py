@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run
-from parity import Outcome, Small, batches, check, compare, fit, on_cpus
+from parity import Outcome, Small, alike, batches, check, compare, fit, on_cpus
 from pytorch_lightning import Callback
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
@@ -146,6 +146,51 @@ def more() -> None:
 @pytest.mark.slow
 def test_other_numbers_of_stages_frozen_parts_and_recomputation() -> None:
     run(more, timeout_seconds=400)
+
+
+class OwnTensors(nn.ModuleList):
+    """A list of blocks with tensors of its own."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__(blocks)
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.5))
+        self.register_buffer("shift", torch.ones(WIDTH))
+
+
+class Scaled(Reversed):
+    """The list of its blocks has tensors."""
+
+    def make(self) -> nn.Module:
+        return ScaledBackwards()
+
+
+class ScaledBackwards(Backwards):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = OwnTensors(*self.layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.layers.scale + self.layers.shift)
+
+
+class KeepsState(Callback):
+    """Keeps the state of the model while the pipeline still runs."""
+
+    def on_train_end(self, trainer: Any, model: Any) -> None:
+        self.state = {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def own_tensors() -> None:
+    keeps = KeepsState()
+    strategy = RPCSequentialStrategy(balance=[2, 2], microbatches=3, module="net.layers")
+    outcome = fit(Scaled, strategy, 2, train=data, callbacks=[keeps])
+    compare(outcome, fit(Scaled, "auto", 1, train=data))
+    alike(keeps.state, dict(outcome.model.state_dict()), 0)
+    assert {"net.layers.scale", "net.layers.shift", "net.layers.0.0.weight"} < set(keeps.state)
+
+
+def test_tensors_of_the_list_itself_are_saved() -> None:
+    run(own_tensors)
 
 
 class CompiledModel(Model):

@@ -1,6 +1,7 @@
 """What the driver finds changed on its copies of a worker's layers."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from strategies.pipeline.state.mirror import Mirror
+from strategies.pipeline.state.mirror import Mirror, plain_attributes
+from strategies.pipeline.state.objects import objects_of
 
 
 def layers_and_mirror() -> tuple[nn.Sequential, Mirror]:
@@ -47,6 +49,30 @@ def test_an_equal_value_under_another_name_is_a_change() -> None:
     assert mirror.changes()[0] == {1: {"second": flag}}
     layers[0].second = "".join(["a", " flag"])  # another object, the same value
     assert mirror.changes() == ({}, None)
+
+
+class Calibrated(nn.Module):
+    """Sets numbers in its first forward pass, one of which was NaN before, one a list, and one absent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.kind, self.own = float("nan"), ["none"], float("nan")
+
+    def forward(self) -> None:
+        self.scale, self.kind, self.calls, self.own, self.both = 3.0, "found", 1, 2.0, 1
+
+
+def test_what_a_layer_sets_first_in_a_worker_comes_back() -> None:
+    here = nn.Sequential(Calibrated())
+    mirror, there = Mirror(here, "stage 0"), deepcopy(here)
+    there[0]()
+    here.eval()
+    changed, _ = mirror.changes()
+    assert changed == {0: {"training": False}, 1: {"training": False}}  # the worker keeps its scale
+    here[0].own, here[0].both = 5.0, 7  # what user code sets on the driver stays
+    mirror.take_back(plain_attributes(there), objects_of(there))
+    assert (here[0].scale, here[0].kind, here[0].calls) == (3.0, "found", 1)
+    assert (here[0].own, here[0].both) == (5.0, 7)
 
 
 def add_hook(layers: nn.Sequential) -> None:
