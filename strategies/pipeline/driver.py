@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, rpc
 from torch.optim import Optimizer
+from torchmetrics import Metric
 
 from strategies.common.joined_lists import lengths_of, parts_of
 from strategies.common.patching import replaced
@@ -772,8 +773,14 @@ class Pipeline(NotCopyable):
         return (
             executor,
             fill_drain,
-            PerMicrobatch(executor, self.parameters_here) if self.settings.interleaves else None,
+            PerMicrobatch(executor, self.parameters_here, self._other_modules()) if self.settings.interleaves else None,
         )
+
+    def _other_modules(self) -> list[nn.Module]:
+        """The modules of the model outside of the pipelined module, but no metrics, which only ever add values."""
+        inside = set(self.module.modules())
+        modules = self._model.modules() if self._model is not None else ()
+        return [module for module in modules if module not in inside and not isinstance(module, Metric)]
 
     def _put_stand_ins(self, i: int, remote: RemoteStage) -> Holder:
         """Replace the tensors of a stage, which are now on its worker, with stand-ins."""

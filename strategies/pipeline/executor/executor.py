@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from strategies.common.autograd import with_backward
 from strategies.common.joined_lists import layers_now, lists_of
-from strategies.common.stage_layers import StageLayers
+from strategies.common.stage_layers import StageLayers, describe
 from strategies.pipeline.control.client import Failures, NotCopyable, RemoteStage, leading
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.executor.settings import Settings
@@ -32,7 +32,7 @@ from strategies.pipeline.optim.replicas import Averaging
 from strategies.pipeline.schedule.operations import Result, Row, UserCode
 from strategies.pipeline.schedule.program import ProgramPart, Programs
 from strategies.pipeline.stage.edges import Edges, Mailbox, tensors_of
-from strategies.pipeline.stage.layers import PassContext
+from strategies.pipeline.stage.layers import Flags, PassContext
 from strategies.pipeline.stage.microbatch.split import NoChunk, merge, pack_objects, split, unpack_objects
 from strategies.pipeline.stage.passes import Pass
 from strategies.pipeline.stage.side_outputs import Placeholders, WithSideOutputs, with_graph
@@ -185,7 +185,6 @@ class Executor(NotCopyable):
         )
         if grad:
             self.unfinished.add(number)
-        self.send_changes()
         return this
 
     def note_backward(self, number: int) -> None:
@@ -230,6 +229,27 @@ class Executor(NotCopyable):
         """Queue for every worker the changes of the driver's copies of its layers."""
         for mirror, remote in zip(self.mirrors, self.remotes, strict=True):
             mirror.send_changes(remote)
+
+    @contextmanager
+    def unchanged_layers(self) -> Iterator[None]:
+        """Context for a training pass, which begins after its first micro-batch's code has run before the call.
+
+        Raises:
+            RuntimeError: If user code changes layers within it: not all micro-batches run with the same values then.
+        """
+        own, number = self._parts.stages[-1], len(self._parts.stages) - 1
+        flags = Flags.of(own)
+        self.send_changes()
+        yield
+        changed = [mirror.description for mirror in self.mirrors if mirror.has_changed()]
+        if Flags.of(own) != flags:
+            changed.append(describe(number, own))
+        if changed:
+            raise RuntimeError(
+                f"training_step has changed a mode, requires_grad or an attribute of layers of {', '.join(changed)} "
+                "after the first micro-batch had entered them, so not all micro-batches have run with the same values. "
+                "Change it in on_train_batch_start or on_train_batch_end, or use schedule='gpipe'."
+            )
 
     def send_buffers(self) -> None:
         """Queue for every worker the tensors that have been assigned to buffers of the driver's copies."""
@@ -372,6 +392,7 @@ class FillDrain:
         inputs = [t for t in given if grad and t.requires_grad]
         with torch.no_grad(), executor.explained():
             this = executor.begin(len(parts), grad=grad, list_number=list_number, like=like)
+            executor.send_changes()
             outputs = self._forward(parts, this)
         required = [[t.requires_grad for t in tensors_of(output)] for output in outputs]
         run = PendingPass(this, executor)

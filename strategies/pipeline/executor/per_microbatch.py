@@ -72,11 +72,14 @@ class PerMicrobatch:
     Args:
         executor: Runs the passes on all stages.
         parameters: Returns the parameters whose values are in this process.
+        modules: The modules whose attributes the user's code may set for a micro-batch.
     """
 
-    def __init__(self, executor: Executor, parameters: Callable[[], Sequence[nn.Parameter]]) -> None:
+    def __init__(
+        self, executor: Executor, parameters: Callable[[], Sequence[nn.Parameter]], modules: Sequence[nn.Module] = ()
+    ) -> None:
         self._executor, self._parameters = executor, parameters
-        self.steps = Steps(executor.stage.device, names_of(executor.module))
+        self.steps = Steps(executor.stage.device, names_of(executor.module), modules)
         """The suspended runs of user code."""
         self._list_of = {first: number for number, first in enumerate(executor.programs.placement.firsts)}
 
@@ -113,7 +116,9 @@ class PerMicrobatch:
                 executor, self.steps, self._list_of, this, codes, [weight * scale * factor for weight in weights]
             )
             with gathered.gathering(), preserved_random_state(executor.stage.device), code.abandoned_on_error():
-                executor.run("training", this, code)
+                code.begin()
+                with executor.unchanged_layers():
+                    executor.run("training", this, code)
             losses = code.losses
             if not code.learns and any(loss is not None for loss in losses):
                 raise RuntimeError("the loss that training_step returns does not depend on any trainable parameter")
@@ -189,11 +194,17 @@ class _MicrobatchCode:
         self._is_joined = False
         """Whether the last output of the last list has its graph."""
 
+    def begin(self) -> None:
+        """Run the code of the first micro-batch before its call. What it changes in layers holds for the whole pass."""
+        self._call(0, 0)
+
     def run(self, operation: UserCode | Result) -> None:
         if isinstance(operation, Result):
             self.losses.append(self._loss(operation.microbatch))
         elif operation.part == "b":
-            self._call(operation.microbatch, self._list_of[operation.stage])
+            number = self._list_of[operation.stage]
+            if (operation.microbatch, number) != (0, 0):
+                self._call(operation.microbatch, number)
         else:
             self._answer(operation.microbatch, self._list_of[operation.stage])
 

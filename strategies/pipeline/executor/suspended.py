@@ -5,18 +5,21 @@
 
 The lead is the driver's code that runs a pass. Each step is a greenlet: it has a separate call stack, and runs on the
 thread of the lead until it calls the module or ends. Each step also has separate context variables, a separate random
-state and default dtype (global to the process), and separate thread-local settings of torch. Code that runs in between
-does not affect these.
+state and default dtype (global to the process), separate thread-local settings of torch, and separate values of the
+attributes of modules that its code sets. Code that runs in between does not affect these.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
+from itertools import islice
+from operator import is_
 from typing import Any
 
 import torch
 from greenlet import getcurrent, greenlet
+from torch import nn
 
 from strategies.common.random_seeds import PythonGenerator, random_state, seed_device, set_random_state
 from strategies.common.torch_compat import (
@@ -31,6 +34,7 @@ from strategies.common.torch_compat import (
     top_saved_tensors_hooks,
 )
 from strategies.pipeline.stage.layers import PassContext
+from strategies.pipeline.state.objects import OF_EVERY_MODULE
 
 
 class Abandoned(BaseException):
@@ -118,6 +122,77 @@ class _ThreadSettings:
         _add_modes(self.modes)  # last, because some of the above would call function modes
 
 
+_ABSENT = object()
+
+
+_Places = dict[tuple[int, str], tuple[dict[str, Any], Any]]
+"""Names in dicts, with their values: by the address of the dict and the name."""
+
+
+class _OwnAttributes:
+    """The attributes of modules, as the code of one step has set them before its call.
+
+    While the step runs, it sees these values. Otherwise the values are those that were set last.
+
+    Args:
+        parts: The dicts with the attributes, and for each the number of entries at its beginning that never change.
+        suspended: Those of all suspended steps.
+    """
+
+    def __init__(self, parts: Sequence[tuple[dict[str, Any], int]], suspended: "set[_OwnAttributes]") -> None:
+        self._parts, self._suspended, self._own = parts, suspended, _Places()
+        self._last, self._before = _Places(), list[tuple[list[str], list[Any]]]()
+
+    def put(self) -> None:
+        """Set the values of the step, which is about to run."""
+        self._suspended.discard(self)
+        self._last = {key: (own, own.get(key[1], _ABSENT)) for key, (own, _) in self._own.items()}
+        _set(self._own)
+        self._before = [([*islice(own, n, None)], [*islice(own.values(), n, None)]) for own, n in self._parts]
+
+    def take(self, *, has_called: bool) -> None:
+        """Note what the step has set. Values that it has not set again become those that were set last.
+
+        Args:
+            has_called: Whether the step is suspended in a call. Other suspended steps keep their values then.
+        """
+        changed = _Places()
+        for (names, values), (now, n) in zip(self._before, self._parts, strict=True):
+            if names == [*islice(now, n, None)] and all(map(is_, values, islice(now.values(), n, None))):
+                continue
+            before = dict(zip(names, values, strict=True))
+            for name in {*names, *islice(now, n, None)}:
+                was, value = before.get(name, _ABSENT), now.get(name, _ABSENT)
+                if was is not value:
+                    changed[id(now), name] = now, value
+                    for other in self._suspended if has_called else ():
+                        other._own.setdefault((id(now), name), (now, was))
+        _set({key: value for key, value in self._last.items() if key not in changed})
+        self._own.update(changed)
+        self._before = []
+        if has_called:
+            self._suspended.add(self)
+
+
+def _attributes_of(modules: Iterable[nn.Module]) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yield the attributes of modules, their buffers, and dicts in their attributes, without what only torch sets."""
+    for module in modules:
+        own = vars(module)
+        start = len(OF_EVERY_MODULE) if OF_EVERY_MODULE.issuperset(islice(own, len(OF_EVERY_MODULE))) else 0
+        yield own, start
+        yield from ((value, 0) for value in islice(own.values(), start, None) if type(value) is dict)
+        if start and module._buffers:
+            yield module._buffers, 0
+
+
+def _set(values: _Places) -> None:
+    for (_, name), (own, value) in values.items():
+        if value is _ABSENT:
+            own.pop(name, None)
+        else:
+            own[name] = value
+
+
 class SuspendedStep:
     """One run of a function, started by :meth:`Steps.begin`.
 
@@ -127,6 +202,7 @@ class SuspendedStep:
         device: The device of this process.
         python: The state of Python's generator.
         lists: A description of each list of layers that the function has to call, in this order.
+        attributes: The attributes of modules that the function may set.
     """
 
     def __init__(
@@ -136,6 +212,7 @@ class SuspendedStep:
         device: torch.device,
         python: PythonGenerator,
         lists: Sequence[str],
+        attributes: _OwnAttributes,
     ) -> None:
         self.has_called = False
         """Whether the function has called the module and is suspended until it gets the output."""
@@ -151,6 +228,7 @@ class SuspendedStep:
         self._random_state: list[Any] | None = None
         self._default_dtype: torch.dtype | None = None
         self._settings: _ThreadSettings | None = None
+        self._attributes = attributes
         self._runs = _StepGreenlet(self, function)
         self._suspended: greenlet = self._runs
         self._lead = getcurrent()
@@ -183,8 +261,10 @@ class SuspendedStep:
                 if self._default_dtype != dtype_of_lead:
                     torch.set_default_dtype(self._default_dtype)
                 set_random_state(self._random_state, self._device, self._python)
+            self._attributes.put()
             error = self._suspended.switch(go_on, output)
             del output
+            self._attributes.take(has_called=not self._runs.dead)
             self._settings = now = _ThreadSettings.taken(self._device_types)
             if not self._runs.dead:
                 self._random_state = random_state(self._device, self._python)
@@ -256,10 +336,18 @@ class Steps:
     Args:
         device: The device of this process.
         lists: A description of each list of layers that a step has to call, in this order.
+        modules: The modules whose attributes a step may set, and then has for itself.
     """
 
-    def __init__(self, device: torch.device, lists: Sequence[str] = ("the pipelined module",)) -> None:
-        self._device, self._python, self.lists = device, PythonGenerator(), lists
+    def __init__(
+        self,
+        device: torch.device,
+        lists: Sequence[str] = ("the pipelined module",),
+        modules: Sequence[nn.Module] = (),
+    ) -> None:
+        self._device, self._python, self.lists, self._modules = device, PythonGenerator(), lists, modules
+        self._suspended: set[_OwnAttributes] = set()
+        self._parts: list[tuple[dict[str, Any], int]] = []
 
     @property
     def current(self) -> SuspendedStep | None:
@@ -281,7 +369,10 @@ class Steps:
         Raises:
             Exception: Any exception that the function raises.
         """
-        step = SuspendedStep(function, seed, self._device, self._python, self.lists)
+        if not self._suspended:
+            self._parts = [*_attributes_of(self._modules)]
+        attributes = _OwnAttributes(self._parts, self._suspended)
+        step = SuspendedStep(function, seed, self._device, self._python, self.lists, attributes)
         try:
             step.resume()
         except BaseException:  # including KeyboardInterrupt, while the function still runs

@@ -33,7 +33,7 @@ class Mirror:
     """
 
     def __init__(self, layers: nn.Sequential, description: str) -> None:
-        self._layers, self._description = layers, description
+        self._layers, self.description = layers, description
         self._structure, self._parameters = _structure_of(layers), list(layers.parameters())
         self._sent, self._objects = plain_attributes(layers), ObjectsAtStart(layers)
         self._buffers = [
@@ -68,10 +68,20 @@ class Mirror:
         trained, self._trained = self._trained, self._flags()
         return changed, None if trained == self._trained else self._trained
 
+    def has_changed(self) -> bool:
+        """Whether a mode, a plain attribute or ``requires_grad`` has changed since the last call of :meth:`changes`."""
+        if self._flags() != self._trained:
+            return True
+        return not self._seen.is_unchanged() and any(
+            not _has(old, name, value)
+            for old, now in zip(self._sent, plain_attributes(self._layers), strict=True)
+            for name, value in now.items()
+        )
+
     def _check_structure(self) -> None:
         if _structure_of(self._layers) != self._structure:
             raise RuntimeError(
-                f"{self._description}, which runs in another process, has another layer, parameter, buffer or hook "
+                f"{self.description}, which runs in another process, has another layer, parameter, buffer or hook "
                 "than when the pipeline started; such a change cannot be sent there during a run. Change the model "
                 "before fit (or in configure_model). Values can change by load_state_dict without assign=True; modes, "
                 "requires_grad and plain attributes of layers can change at any time."

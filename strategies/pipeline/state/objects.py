@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from strategies.common.torch_compat import storage_key, version_of
 
 _PLAIN = (bool, int, float, str, type(None))
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+"""The names of the attributes that torch gives to every module."""
 
 
 class _NotCarried(Exception):
@@ -45,7 +46,7 @@ def objects_of(layers: nn.Module) -> tuple[bytes, dict[tuple[int, str], Tensor]]
     objects, tensors = {}, {}
     for k, module in enumerate(layers.modules()):
         for name, value in vars(module).items():
-            if name in _OF_EVERY_MODULE or type(value) in _PLAIN or callable(value):
+            if name in OF_EVERY_MODULE or type(value) in _PLAIN or callable(value):
                 continue
             if type(value) is Tensor:
                 if not value.requires_grad and not value.is_meta and storage_key(value) not in held:
@@ -65,7 +66,7 @@ class ObjectsAtStart:
     def __init__(self, layers: nn.Module) -> None:
         self._modules = list(layers.modules())
         self._known = [
-            {name: _mark(value) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+            {name: _mark(value) for name, value in vars(module).items() if name not in OF_EVERY_MODULE}
             for module in self._modules
         ]
 

@@ -202,3 +202,63 @@ def test_what_cannot_be_carried(found: dict[str, Any]) -> None:
     for (_, pattern), message in zip(REFUSED, found["refused"], strict=True):
         with pytest.raises(RuntimeError, match=pattern):
             raise RuntimeError(message)
+
+
+class Tempered(nn.Linear):
+    """Depends on a plain attribute and on its mode."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(WIDTH, width)
+        self.temperature = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x) * self.temperature
+        return y.tanh() if self.training else y.sin()
+
+
+class SetsAttributes(Small):
+    """Sets attributes before its call of the layers and reads them after it; and attributes and modes of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequential_module = nn.Sequential(Tempered(WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), Tempered(2))
+        self.kept: dict[str, Tensor] = {}
+        self.register_buffer("mean", torch.zeros(()))
+        self.num_batches = 0
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        self.scale, self.kept["shift"], self.mean = x.abs().mean(1, keepdim=True), y.mean(1, keepdim=True), x[:, :1]
+        for layer in (self.sequential_module[0], self.sequential_module[-1]):
+            layer.temperature = 1.0 + 0.1 * batch_idx
+            layer.train(batch_idx % 2 == 0)
+        loss = mse_loss(self(x) * self.scale, y + self.kept["shift"] + self.mean)
+        self.scale, self.mean = None, torch.zeros(())
+        self.num_batches += 1
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(outputs["loss"].item())
+
+
+class ChangesLate(Small):
+    """Uses its layers in another mode than the one that it leaves behind."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.sequential_module.eval()
+        loss = self.loss(batch)
+        self.sequential_module.train()
+        return loss
+
+
+def attributes_of_micro_batches() -> None:
+    for schedule in ("1f1b", "zb-h1"):
+        outcomes = check(SetsAttributes, strategy={"schedule": schedule})
+        counts = [outcome.model.num_batches for outcome in outcomes]
+        assert counts == [8, 24, 24]  # training_step runs once per micro-batch
+        with pytest.raises(RuntimeError, match=r"changed a mode, .* of layers of stage 0 .*, stage 1 .*on_train_batch"):
+            fit(ChangesLate, RPCSequentialStrategy([3, 3], microbatches=3, schedule=schedule), 2)
+
+
+def test_attributes_that_training_step_sets_are_those_of_its_micro_batch() -> None:
+    run(attributes_of_micro_batches, timeout_seconds=150)

@@ -9,11 +9,13 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from greenlet import greenlet
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -392,3 +394,34 @@ def test_nothing_is_kept_of_a_step_that_ended(steps: Steps) -> None:
         assert len(seen) == 15 and [ref() for ref in seen] == [None] * 15
     finally:
         gc.enable()
+
+
+class Keeps(nn.Module):
+    """Has attributes that steps set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number, self.count, self.entries = 0, 0, dict[str, int]()
+
+
+def test_attributes_that_a_step_sets_are_its_own() -> None:
+    kept = Keeps()
+    steps = Steps(CPU, modules=[kept])
+
+    def code(m: int) -> None:
+        kept.number, kept.entries["m"], kept.made = m, m, m
+        kept.count += 1
+        module(steps, m)
+        assert (kept.number, kept.entries, kept.made) == (m, {"m": m}, m)
+        kept.total = getattr(kept, "total", 0) + 1
+        if m == 0:
+            del kept.made
+
+    begun = [steps.begin(partial(code, m), seed=m) for m in range(2)]
+    begun[0].resume()
+    assert (kept.number, kept.count, kept.entries, kept.total) == (1, 2, {"m": 1}, 1) and not hasattr(kept, "made")
+    begun.append(steps.begin(partial(code, 2), seed=2))
+    assert kept.count == 3  # the third step has seen what the second one has set, although the first one ran in between
+    for step in begun[1:]:
+        step.resume()
+    assert (kept.number, kept.count, kept.entries, kept.total, kept.made) == (2, 3, {"m": 2}, 3, 2)
