@@ -460,6 +460,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
                 world=self.world,
                 path=prepared.path,
                 is_reversed=is_reversed,
+                await_writes=lambda: self._writer.settle(),
                 **arguments,
             )
             self._ending.callback(lambda: pipeline.close(is_failing=self._has_failed()))
@@ -560,7 +561,6 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         self._move(balance, "")
 
     def _move(self, balance: Sequence[int], why: str) -> None:
-        self._writer.settle()  # stages may be writing
         if move_layers(self.run, balance, why):
             self._division.move_to(self.run.pipeline.balance)
 

@@ -32,7 +32,7 @@ def consolidate(directory: Path, out: Path, *, weights_only: bool = True) -> Non
     if not is_sharded(directory):
         raise FileNotFoundError(f"{directory} is not a sharded checkpoint: it has no meta.pt")
     checkpoint, shards = load_sharded(directory, (), weights_only)
-    keys = {id(tensor): key for key, tensor in sharded_tensors(checkpoint).items()}
+    keys = {id(tensor): key for key, tensor in sharded_tensors(checkpoint).items() if tensor.is_meta}
     save_file(checkpoint, out, LateTensors(lambda tensor: id(tensor) in keys, partial(_read, shards, keys)))
 
 

@@ -13,6 +13,7 @@ can read the tensors that they need.
 """
 
 import pickle
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -44,6 +45,8 @@ _META = "meta.pt"
 _ZIP = b"PK\x03\x04"
 """The first bytes of a file that ``torch.save`` writes."""
 _SHARDS = "shards-"
+_OF_PARAMETERS = re.compile(r"state_dict\.|optimizer_states\.\d+\.state\.")
+"""The keys of weights and of their optimizer states. Every process needs all other tensors, such as learning rates."""
 
 
 def local_path(path: str | Any) -> Path | None:
@@ -215,8 +218,8 @@ def load_sharded(
 
     Args:
         path: The directory.
-        keys: The sharded entries whose values are read. Tensors of all other sharded entries stay on the ``meta``
-            device.
+        keys: The sharded entries whose values are read. In all other sharded entries, weights and the states of
+            optimizers stay on the ``meta`` device; further tensors, such as learning rates, are read.
         weights_only: As in ``torch.load``; applies to ``meta.pt``. Shards hold only tensors.
 
     Returns:
@@ -235,10 +238,13 @@ def load_sharded(
             "nothing has been loaded"
         )
     shards = path / name
-    _check_complete(shards, sharded_tensors(checkpoint))
-    for key in keys:
+    tensors, starts = sharded_tensors(checkpoint), tuple(f"{key}." for key in keys)
+    _check_complete(shards, tensors)
+    now = {name: t for name, t in tensors.items() if name.startswith(starts) or not _OF_PARAMETERS.match(name)}
+    values = read_tensors(shards, now)
+    for key in SHARDED_KEYS:
         if key in checkpoint:
-            checkpoint[key] = with_tensors(checkpoint[key], read_tensors(shards, flat(checkpoint[key], key)), key)
+            checkpoint[key] = with_tensors(checkpoint[key], values, key)
     if not checkpoint["relay"]:
         del checkpoint["relay"]
     return checkpoint, shards

@@ -165,6 +165,7 @@ class Pipeline(NotCopyable):
         gathers_on_end: Whether :meth:`close` returns the layers of the workers to this process.
         recovery: Whether lost workers are replaced and steps verified; ``None``: neither.
         together: Connects to the store through which the drivers of all pipelines agree on replacements.
+        await_writes: Waits until no worker is writing a checkpoint. Called before new workers replace the present ones.
 
     Raises:
         ValueError: If lost workers cannot be replaced on this system or over this data plane.
@@ -192,6 +193,7 @@ class Pipeline(NotCopyable):
         gathers_on_end: bool = True,
         recovery: Recovery | None = None,
         together: Callable[[], Rounds] | None = None,
+        await_writes: Callable[[], None] = lambda: None,
     ) -> None:
         self.module, self._is_reversed = module, is_reversed
         devices = [with_index(device) for device in devices]
@@ -230,7 +232,7 @@ class Pipeline(NotCopyable):
         self._running: _RunningParts | None = None
         self._workers: Workers | Ranks | None = None
         """The processes of the current session."""
-        self._recovery, self._together = recovery, together
+        self._recovery, self._together, self._await_writes = recovery, together, await_writes
         if recovery is not None:
             check_snapshots()
         self.repairs: list[Repair] = []
@@ -356,6 +358,7 @@ class Pipeline(NotCopyable):
         has_peers = self._replicas is not None or self._layer_peers is not None
         if has_peers or any(remote.has_ended for remote in running.executor.remotes):
             self.failures.raise_cause()
+        self._await_writes()
         self._gather(running, with_grads=True)  # after an error, the layers stay with the workers
         self.close(gather=False)
         self.start()
@@ -486,6 +489,7 @@ class Pipeline(NotCopyable):
                 recording.stop()
             if recording.is_over:
                 recording.take()
+        self._await_writes()
         try:
             with self.failures.explained():  # notes an error before the workers end, which would seem to be its cause
                 self._gather(running, with_grads=True)

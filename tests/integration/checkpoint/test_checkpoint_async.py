@@ -3,16 +3,19 @@
 import os
 import threading
 import time
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoint_job import fit, pipeline
+from checkpoint_job import Resumed, fit, pipeline
 from harness import run
-from parity import alike
+from parity import alike, batches
+from parity_layers import Limited
 from pytorch_lightning import Callback
 from pytorch_lightning.callbacks import ModelCheckpoint
+from torch import Tensor
 
 from strategies import DDPStrategy
 from strategies.checkpoint import save_and_load
@@ -129,3 +132,62 @@ def test_saving_in_the_background() -> None:
     assert seen["went on"] == ([True], True)
     assert seen["one name"] == ["best-v1.ckpt", "best-v2.ckpt", "best.ckpt"]
     assert seen["failed at the next"] == 5 and seen["failed at the end"] == 6
+
+
+class Slow:
+    """Is pickled a while after an event."""
+
+    def __init__(self, event: threading.Event) -> None:
+        self.event = event
+
+    def __deepcopy__(self, memo: Any) -> "Slow":
+        return self
+
+    def __reduce__(self) -> Any:
+        assert self.event.wait(60)
+        time.sleep(3)  # meanwhile, the next step begins, which needs new workers
+        return OrderedDict, ()
+
+
+class Skips(Resumed):
+    """Leaves out a batch that is too large for a layer of stage 0, and writes the checkpoint before it until then."""
+
+    caught = threading.Event()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequential_module.insert(0, Limited(3))
+
+    def train_dataloader(self) -> Any:
+        return batches((8, 12, 7, 8))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        try:
+            return super().training_step(batch, batch_idx)
+        except RuntimeError as error:
+            assert str(error) == "too many rows"
+            self.caught.set()
+            return None
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx in (0, 3):
+            self.trainer.save_checkpoint(f"batch {batch_idx}.ckpt")
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if not self.caught.is_set():
+            checkpoint["slow"] = Slow(self.caught)
+
+
+def caught_while_a_checkpoint_is_written() -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    seen = []
+    for async_save in (True, False):
+        result = fit(pipeline(2, [4, 3], async_save=async_save), 1, make=Skips)
+        seen.append((result, contents(Path.cwd())))
+    return seen
+
+
+@pytest.mark.slow
+def test_an_error_is_caught_while_a_checkpoint_is_written() -> None:
+    (result, saved), (expected, expected_saved) = run(caught_while_a_checkpoint_is_written, timeout_seconds=170)
+    assert len(result["losses"]) == 3 and saved["batch 0.ckpt"].pop("slow") == {}
+    alike((result, saved), (expected, expected_saved), tolerance=0.0)

@@ -9,6 +9,7 @@ from checkpoint_job import Resumed, Saves, fit, pipeline, single
 from harness import run
 from parity import alike
 from torch import nn
+from torch.optim.lr_scheduler import StepLR
 
 from strategies import DDPStrategy, ZeROStrategy
 from strategies.checkpoint import save_and_load
@@ -73,3 +74,33 @@ def test_such_an_optimizer_goes_on() -> None:
     seen = run(counted, allow=["process_group", "env"])
     assert [seen[kind]["calls"] for kind in ("pipeline", "sharded", "zero", "ddp")] == [3, 6, 9, 12]
     alike(seen["ddp"], seen["plain"])
+
+
+def with_a_rate_in_a_tensor() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Two stages, then three, then ZeRO; each goes on from the shards of the one before."""
+
+    class Model(Resumed):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=torch.tensor(0.01))
+            return [optimizer], [{"scheduler": StepLR(optimizer, 2, gamma=0.9), "interval": "step"}]
+
+    sharded: dict[str, Any] = {"state_dict_type": "sharded"}
+    settings = {
+        "two stages": pipeline(2, **sharded),
+        "three stages": pipeline(3, **sharded),
+        "zero": {"strategy": ZeROStrategy(**sharded), "devices": 1},
+    }
+    before, losses = None, []
+    for epochs, (kind, setting) in enumerate(settings.items(), start=1):
+        last = fit(setting, epochs, make=Model, ckpt_path=before, callbacks=[Saves(kind)])
+        losses += last["losses"]
+        before = kind
+    last["optimizer"] = save_and_load.load_sharded(Path(kind))[0]["optimizer_states"][0]
+    torch.distributed.destroy_process_group()
+    return {**last, "losses": losses}, fit(single(), len(settings), make=Model)
+
+
+@pytest.mark.slow
+def test_a_rate_in_a_tensor_goes_on_from_shards() -> None:
+    last, plain = run(with_a_rate_in_a_tensor, allow=["process_group", "env"])
+    alike(last, plain)

@@ -90,7 +90,7 @@ class Model(nn.Module):
 
 def trained() -> tuple[Model, AdamW]:
     model = Model()
-    optimizer = AdamW(model.parameters())
+    optimizer = AdamW(model.parameters(), lr=torch.tensor(0.1))
     model.outside(model.layers(torch.randn(5, 3))).sum().backward()
     optimizer.step()
     return model, optimizer
@@ -104,7 +104,7 @@ class TwoStages:
         there = deepcopy(whole.layers[:2])
         self.model = deepcopy(whole)
         self.model.layers[:2].to("meta")
-        self.optimizer = AdamW(self.model.parameters())
+        self.optimizer = AdamW(self.model.parameters(), lr=torch.tensor(0.1))
         of_stage = AdamW(there.parameters())
         states = deepcopy(stepped.state_dict()["state"])
         for number, parameter in enumerate(self.model.parameters()):

@@ -34,7 +34,7 @@ def checkpoint_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Linear(3, 4)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
     model(torch.randn(5, 3)).sum().backward()
     optimizer.step()
     return model, optimizer

@@ -24,7 +24,7 @@ from strategies.lightning.checkpoints import AtomicCheckpointIO
 def write(path: Path) -> dict[str, Any]:
     """A checkpoint of two processes, in this one."""
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
     model(torch.randn(5, 3)).sum().backward()
     optimizer.step()
     optimizer.state[model[0].bias]["note"] = ["plain", None]
@@ -54,6 +54,15 @@ def test_the_file_of_one_process_again(tmp_path: Path, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         main([str(tmp_path), str(out)])
     assert capsys.readouterr().err == f"error: {tmp_path} is not a sharded checkpoint: it has no meta.pt\n"
+
+
+def test_tensors_of_an_optimizer_outside_its_state_are_always_read(tmp_path: Path) -> None:
+    (states,) = write(path := tmp_path / "a.ckpt")["optimizer_states"]
+    for keys in ([], ["state_dict"]):
+        checkpoint, _ = save_and_load.load_sharded(path, keys)
+        (read,) = checkpoint["optimizer_states"]
+        alike(read["param_groups"], states["param_groups"], tolerance=0.0)
+        assert read["state"][0]["exp_avg"].is_meta and checkpoint["state_dict"]["0.weight"].is_meta == (not keys)
 
 
 def test_a_file_in_its_place(tmp_path: Path) -> None:

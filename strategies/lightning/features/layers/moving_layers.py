@@ -16,7 +16,7 @@ def move_layers(run: Run, balance: Sequence[int], why: str) -> bool:
     """Move layers, with their optimizer states and gradients, to stages according to a new balance.
 
     Args:
-        run: The run, between two batches; no stage is writing a checkpoint.
+        run: The run, between two batches.
         balance: The number of layers of each chunk.
         why: The end of the line that reports the move.
 
