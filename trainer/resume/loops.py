@@ -188,7 +188,9 @@ class ResumingFitLoop(FitLoop):
             for progress in (epochs.total, epochs.current):
                 progress.processed = progress.completed = progress.ready - 1
             self.restarting = True  # Lightning has cleared it, because it took the epoch for a complete one
-        if epochs.total.ready > epochs.total.started or epochs.total.started == epochs.total.processed:
+        for progress in (epochs.total, epochs.current):
+            progress.ready = progress.started  # an epoch that was only ready starts again, and is counted then
+        if epochs.total.started == epochs.total.processed:
             self.epoch_loop.restarting = False
             self._finishes_epoch = epochs.total.processed > epochs.total.completed
 

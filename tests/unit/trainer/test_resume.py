@@ -225,6 +225,18 @@ def test_a_logger_that_fails_after_a_batch(batches: int, tmp_path: Path) -> None
     assert (rest.seen, rest.validated) == (whole.seen[batches:], whole.validated[2:])
 
 
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end", "on_validation_end"])
+def test_a_run_resumed_at_the_start_of_an_epoch_is_resumed_again(hook: str, tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"plateau": "step", "val_check_interval": 2}
+    first = resume_job.Saves(tmp_path, [("on_train_epoch_start", 2)])
+    whole, _ = fit(shuffled(10), seed=3, callbacks=[first], **arguments)
+    second = resume_job.Saves(tmp_path, [(hook, 1)])
+    fit(shuffled(10), seed=4, callbacks=[second], checkpoint=tmp_path / "on_train_epoch_start-2.ckpt", **arguments)
+    ((path, (steps, _)),) = second.before.items()
+    rest, _ = fit(shuffled(10), seed=5, checkpoint=path, **arguments)
+    assert rest.seen == whole.seen[3 + steps :]
+
+
 def test_model_checkpoint_at_the_end_of_an_epoch(tmp_path: Path) -> None:
     every = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=3, save_top_k=-1, filename="{step}")
     whole, _ = fit(shuffled(10), seed=3, callbacks=[every], enable_checkpointing=True)
