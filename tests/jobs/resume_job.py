@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader
 
 from strategies import RPCSequentialStrategy
+from strategies.lightning.compat import logged_step
 from trainer import Trainer
 
 QUIET: dict[str, Any] = {
@@ -35,16 +36,16 @@ QUIET: dict[str, Any] = {
 
 
 class Net(Doubled, pl.LightningModule):
-    """Has dropout; ``seen`` holds (epoch, batch, sample ids, loss) of every step.
+    """Has dropout; ``seen`` holds (epoch, batch, sample ids, loss, step of loggers, learning rate) of every step.
 
     ``validated`` holds every validation, ``means`` the mean of each epoch's losses.
     """
 
-    def __init__(self, *, plateau: bool, dropout: float) -> None:
+    def __init__(self, *, plateau: str | None, dropout: float) -> None:
         super().__init__()
         self.sequential_module = nn.Sequential(nn.Linear(4, 8), nn.Dropout(dropout), nn.ReLU(), nn.Linear(8, 1))
         self.plateau = plateau
-        self.seen: list[tuple[int, int, list[int], float]] = []
+        self.seen: list[tuple[int, int, list[int], float, int, float]] = []
         self.validated: list[tuple[int, int, float]] = []
         self.means: list[float] = []
 
@@ -69,7 +70,9 @@ class Net(Doubled, pl.LightningModule):
         if batch is None:
             return
         ids = [row for part in (batch.values() if isinstance(batch, dict) else [batch]) for row in part[2].tolist()]
-        self.seen.append((self.trainer.current_epoch, batch_idx, ids, outputs["loss"].item()))
+        rate = self.trainer.optimizers[0].param_groups[0]["lr"]
+        loss = outputs["loss"].item()
+        self.seen.append((self.trainer.current_epoch, batch_idx, ids, loss, logged_step(self.trainer), rate))
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         loss = self.loss(batch)
@@ -81,7 +84,8 @@ class Net(Doubled, pl.LightningModule):
         optimizer = AdamW(self.parameters(), lr=1e-2)
         if self.plateau:
             scheduler = ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=10.0)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "validation"}}
+            settings = {"monitor": "validation", "interval": self.plateau, "strict": self.plateau == "epoch"}
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **settings}}
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": StepLR(optimizer, 3, 0.9), "interval": "step"}}
 
 
@@ -135,7 +139,7 @@ def fit(
     devices: int = 1,
     checkpoint: Path | None = None,
     callbacks: list[Callback] | None = None,
-    plateau: bool = False,
+    plateau: str | None = None,
     dropout: float = 0.3,
     trainer: type[pl.Trainer] = Trainer,
     **arguments: Any,
@@ -153,7 +157,10 @@ def fit(
 
 
 def assert_resumable(folder: Path, loaders: Callable[[], Any], places: list[tuple[str, int]], **arguments: Any) -> None:
-    """Asserts that a run resumed from each place sees the samples, losses and validations that the whole run saw."""
+    """Asserts that a run resumed from each place sees the samples, losses and validations that the whole run saw.
+
+    It also logs at the same steps, and has the same learning rates.
+    """
     saves = Saves(folder, places)
     whole, whole_trainer = fit(loaders, seed=3, callbacks=[saves], **arguments)
     assert len(saves.before) == len(places)
@@ -162,6 +169,7 @@ def assert_resumable(folder: Path, loaders: Callable[[], Any], places: list[tupl
         assert [step[2] for step in part.seen] == [step[2] for step in whole.seen[steps:]], path.name
         assert [step[:2] for step in part.seen] == [step[:2] for step in whole.seen[steps:]], path.name
         alike([step[3] for step in part.seen], [step[3] for step in whole.seen[steps:]], path.name)
+        assert [step[4:] for step in part.seen] == [step[4:] for step in whole.seen[steps:]], path.name
         assert [v[:2] for v in part.validated] == [v[:2] for v in whole.validated[validations:]], path.name
         alike([v[2] for v in part.validated], [v[2] for v in whole.validated[validations:]], path.name)
         alike(part.means, whole.means[len(whole.means) - len(part.means) :], path.name)

@@ -205,6 +205,7 @@ _LAUNCHERS = f"{_LIGHTNING}.strategies.launchers"
 _STRATEGY = f"{_LIGHTNING}.strategies.strategy.Strategy"
 _DDP = f"{_LIGHTNING}.strategies.ddp.DDPStrategy"
 _FIT_LOOP = f"{_LIGHTNING}.loops.fit_loop._FitLoop"
+_EPOCH_LOOP = f"{_LIGHTNING}.loops.training_epoch_loop._TrainingEpochLoop"
 _COMBINED = f"{_LIGHTNING}.utilities.combined_loader.CombinedLoader"
 _SUMMARY = f"{_LIGHTNING}.utilities.model_summary.model_summary.ModelSummary"
 _MODULE = "torch.nn.modules.module.Module"
@@ -231,8 +232,11 @@ _EXTENDED = {
     f"{_FIT_LOOP}._last_train_dl_reload_epoch": "resume a run",
     f"{_FIT_LOOP}._load_combined_loader_states": "resume a run",
     f"{_FIT_LOOP}._restarting": "resume a run",
-    f"{_LIGHTNING}.loops.training_epoch_loop._TrainingEpochLoop._num_ready_batches_reached": "resume a run",
-    f"{_LIGHTNING}.loops.training_epoch_loop._TrainingEpochLoop._results": "resume epoch means",
+    f"{_EPOCH_LOOP}._num_ready_batches_reached": "resume a run",
+    f"{_LIGHTNING}.loops.loop._Loop._restarting": "resume a run",
+    f"{_EPOCH_LOOP}._results": "resume epoch means",
+    f"{_EPOCH_LOOP}._save_loggers_on_train_batch_end": "tell that a batch has ended",
+    f"{_EPOCH_LOOP}._skip_next_val": "resume a run",
     f"{_DDP}._ddp_comm_hook": "register communication hooks of DDP on CPU",
     f"{_DDP}._ddp_comm_state": "register communication hooks of DDP on CPU",
     f"{_DDP}._ddp_comm_wrapper": "register communication hooks of DDP on CPU",

@@ -34,14 +34,16 @@ from trainer.resume.random_state import cuda_random_state, plain, random_state, 
 class ResumingEpochLoop(TrainingEpochLoop):
     """Lightning's loop over the batches of an epoch; a resumed run first finishes the last batch.
 
-    A checkpoint is often written in ``on_train_batch_end``. Lightning would then skip the validation that was due after
-    that batch.
+    After a batch, Lightning validates if validation is due, steps plateau schedulers, and counts the step for loggers.
+    A checkpoint can be written before, during or after that, and from the counters of batches Lightning cannot tell.
     """
 
     def __init__(self, trainer: Trainer, min_steps: int | None, max_steps: int) -> None:
         super().__init__(trainer, min_steps=min_steps, max_steps=max_steps)
         self._results: ResumableResults = ResumableResults()
-        self.finishes_batch = self.loader_resumes = False
+        self._num_ended = 0
+        self._is_validated = False
+        self.resumes = self.loader_resumes = False
 
     def reset(self) -> None:
         with warnings.catch_warnings():
@@ -60,13 +62,44 @@ class ResumingEpochLoop(TrainingEpochLoop):
         current: Any = self.batch_progress.current
         return bool(current.ready > current.processed)
 
+    @property
+    def rest_of_batch(self) -> str:
+        """What the last batch still needs: ``"validation"`` and all after it, ``"schedulers"``, or nothing: ``""``."""
+        current: Any = self.batch_progress.current
+        if current.processed <= self._num_ended:
+            return ""
+        return "schedulers" if self._is_validated else "validation"
+
+    @rest_of_batch.setter
+    def rest_of_batch(self, rest: str) -> None:
+        current: Any = self.batch_progress.current
+        self._num_ended = current.completed - bool(rest)
+        self._is_validated = rest == "schedulers"
+
+    def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
+        super().on_load_checkpoint(state_dict)
+        self.rest_of_batch = ""
+
     def advance(self, data_fetcher: DataFetcher) -> None:
         self._results.begin_batch()
-        if not self.finishes_batch:
-            super().advance(data_fetcher)
+        resumes, self.resumes = self.resumes, False
+        if resumes and self.rest_of_batch:
+            self.val_loop.restarting = self.rest_of_batch == "schedulers"
+            # Lightning itself goes on in the validation step in which the checkpoint was written.
+            self._skip_next_val = self.val_loop.restarting and not self.val_loop.restarted_mid_evaluation
             return
-        self.finishes_batch = False
-        self.val_loop.restarting = False
+        if resumes:
+            self._restarting = False  # or Lightning would finish the last batch again
+        self.rest_of_batch = ""
+        super().advance(data_fetcher)
+
+    def on_advance_end(self, data_fetcher: DataFetcher) -> None:
+        self.rest_of_batch = "schedulers"
+        super().on_advance_end(data_fetcher)
+
+    def _save_loggers_on_train_batch_end(self) -> None:
+        self.rest_of_batch = ""  # here, because on_advance_end ends with an exception after SIGTERM
+        super()._save_loggers_on_train_batch_end()
 
 
 class ResumingFitLoop(FitLoop):
@@ -99,6 +132,7 @@ class ResumingFitLoop(FitLoop):
             "loaders": self._loaders_at_end if self._data_fetcher is None else self._state_of_loaders(),
             "stateful": self._states_of_stateful(),
             "loaded_in_epoch": self._last_train_dl_reload_epoch,
+            "rest_of_batch": self.epoch_loop.rest_of_batch,
             "sums": self.epoch_loop._results.state(before_batch=self.epoch_loop.is_in_step),
             "metrics": {
                 name: value.detach().cpu()
@@ -123,27 +157,28 @@ class ResumingFitLoop(FitLoop):
         self._saved = saved[min(self.trainer.global_rank, len(saved) - 1)] if saved else None
         self._num_processes, self._knows_counters = len(saved), False
         self._loaders_at_end, self._stateful_at_end, self._random_at_end = None, [], None
-        self._finishes_epoch = self.epoch_loop.finishes_batch = False
+        self._finishes_epoch = self.epoch_loop.resumes = False
 
     def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
         """Load the counters, and complete those that were saved in the middle of a batch or of the end of an epoch."""
         super().load_state_dict(state_dict, prefix)
         self._knows_counters = True
         if self._saved is not None:
-            self._complete_steps()
+            self._complete_steps(self._saved["rest_of_batch"])
         if self._data_fetcher is not None and self._combined_loader is not None:
             self._load_combined_loader_states()
             iter(self._data_fetcher)
 
-    def _complete_steps(self) -> None:
+    def _complete_steps(self, rest_of_batch: str) -> None:
         batches: Any = self.epoch_loop.batch_progress
         epochs: Any = self.epoch_progress
         forget_validation(self.epoch_loop.val_loop)  # that of an earlier fit
         # A batch that on_train_batch_start has skipped is not completed either, but it has ended its epoch.
-        is_in_epoch = epochs.current.ready > epochs.current.processed
-        if is_in_epoch and batches.current.ready == batches.current.processed > batches.current.completed:
+        is_in_epoch = epochs.current.started > epochs.current.processed
+        if is_in_epoch and batches.current.processed > batches.current.completed:
             batches.increment_completed()
-            self.epoch_loop.finishes_batch = True
+        self.epoch_loop.rest_of_batch = rest_of_batch if is_in_epoch else ""
+        self.epoch_loop.resumes = True
         if batches.current.ready > batches.current.processed:
             batches.is_last_batch = False  # this batch is trained on again
         batches.total.reset_on_restart()
@@ -153,7 +188,9 @@ class ResumingFitLoop(FitLoop):
             for progress in (epochs.total, epochs.current):
                 progress.processed = progress.completed = progress.ready - 1
             self.restarting = True  # Lightning has cleared it, because it took the epoch for a complete one
-        if epochs.total.ready > epochs.total.started or epochs.total.started == epochs.total.processed:
+        for progress in (epochs.total, epochs.current):
+            progress.ready = progress.started  # an epoch that was only ready starts again, and is counted then
+        if epochs.total.started == epochs.total.processed:
             self.epoch_loop.restarting = False
             self._finishes_epoch = epochs.total.processed > epochs.total.completed
 

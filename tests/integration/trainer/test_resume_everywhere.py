@@ -31,8 +31,8 @@ EVERYWHERE = [
 
 ARGUMENTS: list[dict[str, Any]] = [
     {},
-    {"plateau": True},
-    {"val_check_interval": 2},
+    {"plateau": "epoch"},
+    {"val_check_interval": 2, "plateau": "step"},
     {"max_epochs": -1, "max_steps": 10},
 ]
 

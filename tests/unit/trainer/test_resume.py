@@ -1,7 +1,10 @@
 """Resuming repeats and skips no sample, and equals the run without interruption: in one process."""
 
+import os
+import signal
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ import pytorch_lightning as pl
 import resume_job
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.loggers.logger import DummyLogger
 from pytorch_lightning.utilities import CombinedLoader
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from resume_job import ENDS, assert_resumable, fit, shuffled
@@ -64,7 +68,7 @@ def test_the_same_trainer_resumes_from_the_last_batch_of_an_epoch(tmp_path: Path
     """It has validated before, and validates again."""
     saves = resume_job.Saves(tmp_path, [("on_train_batch_end", 3)])
     whole, trainer = fit(shuffled(10), seed=3, callbacks=[saves], max_epochs=2)
-    part = resume_job.Net(plateau=False, dropout=0.3)
+    part = resume_job.Net(plateau=None, dropout=0.3)
     trainer.fit(
         part, shuffled(10)(), DataLoader(Rows(8), batch_size=4), ckpt_path=tmp_path / "on_train_batch_end-3.ckpt"
     )
@@ -76,7 +80,14 @@ def test_the_same_trainer_resumes_from_the_last_batch_of_an_epoch(tmp_path: Path
     ("arguments", "places"),
     [
         ({"val_check_interval": 2}, [("on_train_batch_end", 2), ("on_validation_end", 1)]),
-        ({"plateau": True}, [("on_train_batch_end", 1), ("on_validation_end", 1), ("on_train_epoch_end", 1)]),
+        ({"plateau": "epoch"}, [("on_train_batch_end", 1), ("on_validation_end", 1), ("on_train_epoch_end", 1)]),
+        (
+            {"plateau": "step", "val_check_interval": 2, "num_rows": 22},
+            [
+                *(("on_train_batch_start", calls) for calls in (1, 3, 4, 7)),
+                *[("on_before_optimizer_step", 3), ("on_train_batch_end", 2), ("on_validation_end", 2)],
+            ],
+        ),
         ({}, [("on_train_batch_end", 3), ("on_train_batch_start", 3), ("on_train_epoch_start", 2)]),
         ({"accumulate_grad_batches": 2, "num_rows": 18}, [("on_train_batch_end", 2), ("on_train_batch_end", 9)]),
         ({"reload_dataloaders_every_n_epochs": 2}, [("on_train_batch_end", 5)]),
@@ -91,13 +102,34 @@ def test_what_was_left_of_a_step_or_an_epoch_is_done(
     assert_resumable(tmp_path, loaders, places, **arguments)
 
 
-@pytest.mark.parametrize("rest_of_it", [{"max_steps": 12, "max_epochs": -1}, {"max_epochs": 2}], ids=str)
-def test_a_run_that_max_steps_has_ended_goes_on_in_its_epoch(rest_of_it: dict[str, int], tmp_path: Path) -> None:
-    whole, _ = fit(shuffled(22), seed=3, max_epochs=2)
-    part, trainer = fit(shuffled(22), seed=3, max_steps=4, max_epochs=-1)
+@pytest.mark.parametrize(
+    ("arguments", "rest_of_it"),
+    [
+        ({}, {"max_steps": 12, "max_epochs": -1}),
+        ({}, {"max_epochs": 2}),
+        ({"val_check_interval": 2, "plateau": "step"}, {"max_epochs": 2}),
+    ],
+    ids=str,
+)
+def test_a_run_that_max_steps_has_ended_goes_on_in_its_epoch(
+    arguments: dict[str, Any], rest_of_it: dict[str, int], tmp_path: Path
+) -> None:
+    whole, _ = fit(shuffled(22), seed=3, max_epochs=2, **arguments)
+    part, trainer = fit(shuffled(22), seed=3, max_steps=4, max_epochs=-1, **arguments)
     trainer.save_checkpoint(tmp_path / "after.ckpt")
-    rest, _ = fit(shuffled(22), seed=5, checkpoint=tmp_path / "after.ckpt", **rest_of_it)
+    rest, _ = fit(shuffled(22), seed=5, checkpoint=tmp_path / "after.ckpt", **arguments, **rest_of_it)
     assert part.seen + rest.seen == whole.seen
+    assert part.validated + rest.validated == whole.validated
+
+
+@pytest.mark.parametrize("batches", [2, 3, 4])
+def test_a_batch_after_which_the_clock_asked_for_validation_ends_once(batches: int, tmp_path: Path) -> None:
+    saves = resume_job.Saves(tmp_path, [("on_validation_end", batches)])
+    whole, _ = fit(shuffled(10), seed=3, callbacks=[saves], plateau="step", val_check_interval=timedelta(0))
+    (path,) = saves.before
+    rest, _ = fit(shuffled(10), seed=5, checkpoint=path, plateau="step", val_check_interval=timedelta(hours=1))
+    logged = [[(*step[:2], *step[4:]) for step in model.seen] for model in (rest, whole)]  # only one of them validates
+    assert logged[0] == logged[1][batches:]
 
 
 class Stops(pl.Callback):
@@ -130,7 +162,8 @@ def test_an_epoch_whose_rest_is_skipped(tmp_path: Path, monkeypatch: pytest.Monk
         return -1 if (model.current_epoch, batch_idx) == (0, 3) else None
 
     monkeypatch.setattr(resume_job.Net, "on_train_batch_start", skips)
-    assert_resumable(tmp_path, shuffled(22), [("on_train_epoch_end", 1), ("on_train_batch_end", 5)])
+    places = [("on_train_epoch_end", 1), ("on_train_epoch_start", 2), ("on_train_batch_end", 5)]
+    assert_resumable(tmp_path, shuffled(22), places)
 
 
 def test_an_exception_in_the_middle_of_a_step(tmp_path: Path) -> None:
@@ -148,6 +181,60 @@ def test_an_exception_in_the_middle_of_a_step(tmp_path: Path) -> None:
             fit(loaders, seed=3, callbacks=[Fails()])
         rest, _ = fit(loaders, seed=5, checkpoint=tmp_path / "failed.ckpt")
         assert rest.seen == whole.seen[7:]
+
+
+class SavesOnException(pl.Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def test_a_job_that_is_terminated_after_validation(tmp_path: Path) -> None:
+    class Terminates(SavesOnException):
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            if trainer.global_step == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    arguments: dict[str, Any] = {"plateau": "step", "val_check_interval": 2, "max_epochs": 2}
+    whole, _ = fit(shuffled(22), seed=3, **arguments)
+    with pytest.raises(SystemExit):
+        fit(shuffled(22), seed=3, callbacks=[Terminates(tmp_path / "terminated.ckpt")], **arguments)
+    rest, _ = fit(shuffled(22), seed=5, checkpoint=tmp_path / "terminated.ckpt", **arguments)
+    assert (rest.seen, rest.validated) == (whole.seen[4:], whole.validated[4:])
+
+
+@pytest.mark.parametrize("batches", [3, 4])
+def test_a_logger_that_fails_after_a_batch(batches: int, tmp_path: Path) -> None:
+    class Fails(DummyLogger):
+        def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+            if step == batches - 1 and "rate" in metrics:
+                raise RuntimeError("out of disk")
+
+    class LogsRate(SavesOnException):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
+            pl_module.log("rate", trainer.optimizers[0].param_groups[0]["lr"])
+
+    arguments: dict[str, Any] = {"plateau": "step", "val_check_interval": 2, "max_epochs": 2}
+    whole, _ = fit(shuffled(22), seed=3, **arguments)
+    logs = {"logger": Fails(), "log_every_n_steps": 1, "callbacks": [LogsRate(tmp_path / "failed.ckpt")]}
+    with pytest.raises(RuntimeError, match="out of disk"):
+        fit(shuffled(22), seed=3, **logs, **arguments)
+    rest, _ = fit(shuffled(22), seed=5, checkpoint=tmp_path / "failed.ckpt", **arguments)
+    assert (rest.seen, rest.validated) == (whole.seen[batches:], whole.validated[2:])
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end", "on_validation_end"])
+def test_a_run_resumed_at_the_start_of_an_epoch_is_resumed_again(hook: str, tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"plateau": "step", "val_check_interval": 2}
+    first = resume_job.Saves(tmp_path, [("on_train_epoch_start", 2)])
+    whole, _ = fit(shuffled(10), seed=3, callbacks=[first], **arguments)
+    second = resume_job.Saves(tmp_path, [(hook, 1)])
+    fit(shuffled(10), seed=4, callbacks=[second], checkpoint=tmp_path / "on_train_epoch_start-2.ckpt", **arguments)
+    ((path, (steps, _)),) = second.before.items()
+    rest, _ = fit(shuffled(10), seed=5, checkpoint=path, **arguments)
+    assert rest.seen == whole.seen[3 + steps :]
 
 
 def test_model_checkpoint_at_the_end_of_an_epoch(tmp_path: Path) -> None:
