@@ -282,7 +282,7 @@ class StrategyPlugin(Strategy):
             if self._rpc_timeout_sec is not None and not is_lightnings and is_external(ranks.cluster_environment):
                 check_num_processes(ranks.cluster_environment, len(ranks.parallel_devices), ranks.num_nodes)
         super()._configure_launcher()
-        self._launcher = in_place_of(self._launcher)
+        self._launcher = in_place_of(self._launcher, self, start_method)
 
     def _check_devices(self) -> None:
         """Refuse devices on which the strategy does not work. Called when the Trainer is built."""

@@ -157,6 +157,7 @@ _IN_LIGHTNING_COMPAT = {
     f"{_LIGHTNING}.overrides.distributed._register_ddp_comm_hook": "register communication hooks of DDP on CPU",
     f"{_LIGHTNING}.overrides.distributed._sync_module_states": "copy the weights of rank 0 under ZeRO",
     f"{_LIGHTNING}.plugins.io.wrapper._WrappingCheckpointIO": "write files atomically inside a wrapping CheckpointIO",
+    f"{_LIGHTNING}.strategies.launchers._MultiProcessingLauncher": "start ranks whose errors name a lost host",
     f"{_LIGHTNING}.strategies.launchers._SubprocessScriptLauncher": "start ranks and watch them",
     f"{_LIGHTNING}.strategies.launchers.launcher._Launcher": "start ranks",
     f"{_LIGHTNING}.trainer.connectors.checkpoint_connector._CheckpointConnector": "resume a run",

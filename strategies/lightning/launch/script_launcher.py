@@ -135,12 +135,12 @@ def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
 
-def in_place_of(launcher: Launcher | None) -> Launcher | None:
+def in_place_of(launcher: Launcher | None, strategy: Any, start_method: Any) -> Launcher | None:
     """Return Relay's launcher where Lightning would use its own, else the given one."""
     if type(launcher) is SubprocessScriptLauncher:
         return ScriptLauncher(launcher.cluster_environment, launcher.num_processes, launcher.num_nodes)
     if type(launcher) is MultiProcessingLauncher:
-        return SpawnLauncher(launcher._strategy, launcher._start_method)
+        return SpawnLauncher(strategy, start_method)
     return launcher
 
 
