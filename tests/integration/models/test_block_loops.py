@@ -160,6 +160,50 @@ def test_blocks_that_training_step_calls_through_a_method_train_as_in_one_proces
     run(blocks_called_by_a_step)
 
 
+class LogsInputs(LightningModule):
+    """A layer that logs the mean of its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.log("mean_of_inputs", x.mean())
+        return self.linear(x)
+
+
+class LogsInForward(Encoder):
+    """Logs a mean over the rows in its own ``forward`` and in that of another LightningModule, before the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__(pairs, in_turn)
+        self.embed = LogsInputs()
+        self.embed.log = self.log  # Lightning lets only the outermost module log
+
+    def encode(self, batch: list[Tensor]) -> Tensor:
+        return self(batch[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.log("mean", x.mean(), on_step=self.training, on_epoch=True, batch_size=len(x))
+        return self.head(in_turn(self.blocks, self.embed(x)))
+
+
+def logs_of_a_forward() -> None:
+    single = fit(LogsInForward, one_device(), 1, val=batches, max_epochs=1)
+    assert {"mean_step", "mean_epoch", "mean_of_inputs", "num_calls"} <= single.metrics.keys()
+    compare(fit(LogsInForward, split_strategy("gpipe"), 2, val=batches, max_epochs=1), single)
+    found = []
+    for strategy, devices in ((one_device(), 1), (split_strategy("1f1b"), 2)):
+        settings: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "precision": "64-true"}
+        trainer = Trainer(accelerator="cpu", devices=devices, strategy=strategy, **settings)
+        found += trainer.validate(single.model, batches(), verbose=False)
+    assert found[0] == pytest.approx(found[1])
+
+
+def test_what_forward_logs_is_that_of_one_process() -> None:
+    run(logs_of_a_forward)
+
+
 def refusals_of_bypasses() -> dict[str, str]:
     """Returns the message for each kind of model and of run."""
     found = {}
