@@ -1,5 +1,6 @@
 """Models in the manner of torchvision, timm and diffusion models: trained as pipelines as in one process."""
 
+from collections import defaultdict, deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -202,6 +203,44 @@ def logs_of_a_forward() -> None:
 
 def test_what_forward_logs_is_that_of_one_process() -> None:
     run(logs_of_a_forward)
+
+
+class Context:
+    """What a forward keeps for the code after the blocks."""
+
+
+class KeepsTensors(Encoder):
+    """Its ``forward`` uses after the blocks what has been put into objects, containers and a closure before them."""
+
+    def __init__(self) -> None:
+        super().__init__(pairs, in_turn)
+        self.context, self.lists, self.queue = Context(), defaultdict[str, list[Tensor]](list), deque[Tensor](maxlen=1)
+        kept: dict[str, Tensor] = {}
+        self.embed.register_forward_hook(lambda module, args, output: kept.update(output=output))
+        self.kept = kept.get
+
+    def encode(self, batch: list[Tensor]) -> Tensor:
+        return self(batch[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.lists.clear()
+        x = self.embed(x)
+        self.context.penalty = x.square().mean()
+        self.lists["embedded"].append(x)
+        self.queue.append(x.sin())
+        y = self.head(in_turn(self.blocks, x))
+        (embedded,) = self.lists["embedded"]
+        return y + self.context.penalty + embedded[:, :2] + self.queue[0][:, 2:4] + self.kept("output")[:, 4:]
+
+
+def kept_before_blocks() -> None:
+    compare(
+        fit(KeepsTensors, split_strategy("gpipe"), 2, max_epochs=1), fit(KeepsTensors, one_device(), 1, max_epochs=1)
+    )
+
+
+def test_tensors_kept_before_the_blocks_are_those_of_the_whole_batch() -> None:
+    run(kept_before_blocks)
 
 
 def refusals_of_bypasses() -> dict[str, str]:
