@@ -54,7 +54,7 @@ from strategies.lightning.features.profiler import ProfilerOnStages
 from strategies.lightning.features.recovery import LostWorkers
 from strategies.lightning.features.summary import SummaryOfStages
 from strategies.lightning.finding_blocks import find_module
-from strategies.lightning.hooks import Undo, follow_optimizers
+from strategies.lightning.hooks import Undo, follow_optimizers, without_logs
 from strategies.lightning.launch.replicated_strategy import ReplicatedStrategy
 from strategies.lightning.options import Options, Rebalance, Schedule
 from strategies.lightning.partitioning import is_called_in_reverse
@@ -461,6 +461,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
                 path=prepared.path,
                 is_reversed=is_reversed,
                 await_writes=lambda: self._writer.settle(),
+                repeating=partial(without_logs, prepared.model),
                 **arguments,
             )
             self._ending.callback(lambda: pipeline.close(is_failing=self._has_failed()))

@@ -1,10 +1,14 @@
 """Temporary changes of objects."""
 
 import random
-from collections import OrderedDict
+import sys
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
+from operator import is_
+from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy
@@ -13,7 +17,19 @@ from torch import Tensor, nn
 
 from strategies.common.torch_compat import num_changes
 
-_CONTAINERS = (list, dict, OrderedDict, set)
+Restore = Callable[[], Any]
+"""Restores what an object held when the function was made."""
+
+_CONTAINERS = (list, deque, set, OrderedDict, dict, CellType)
+
+_PLAIN = {int, float, bool, str, bytes, type(None), type, torch.dtype, torch.device, torch.Size, nn.Parameter}
+"""Types of values that refer to nothing that can change, or are not followed. The others take longer to tell apart."""
+
+_LIBRARIES = {
+    *("strategies", "trainer", "torch", "numpy"),
+    *("pytorch_lightning", "lightning", "lightning_fabric", "lightning_utilities"),
+}
+"""Packages whose functions and objects are not followed. Those of Relay change on purpose while modules run again."""
 
 
 def replaced(holder: Any, name: str, method: Callable[..., Any]) -> Callable[[], None]:
@@ -33,46 +49,132 @@ def replaced(holder: Any, name: str, method: Callable[..., Any]) -> Callable[[],
 
 @contextmanager
 def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Context at whose end modules are as they were before.
+    """Context at whose end modules are as they were before, and so is what their code can reach from their attributes.
 
-    Restores attributes, the entries of lists, dicts and sets in attributes, the values of tensors, and the states of
-    random number generators. Within the context, copies replace the buffers. Parameters are not restored.
+    Restores the attributes of the modules and of objects of user code, the entries of lists, dicts, sets and deques,
+    the variables that functions of user code share with the code around them, the values of tensors and NumPy arrays,
+    and the states of random number generators. Within the context, copies replace the buffers. Parameters are not
+    restored.
     """
-    attributes = [(module, dict(vars(module))) for module in modules]
-    values = [value for _, before in attributes for value in before.values()]
-    entries = [(container, type(container)(container)) for container in _containers_in(values)]
-    tensors = [
-        (value, value.detach().clone(), num_changes(value))
-        for value in values
-        if type(value) is Tensor and not value.is_meta
-    ]
-    generators = [restore for value in values if (restore := _restoring_generator(value)) is not None]
+    listed = list(modules)
+    buffers = [module._buffers for module in listed]
+    restores = _saved_all([vars(module) for module in listed], buffers)
     copies: dict[int, Tensor] = {}
     try:
-        for module, _ in attributes:
-            for name, buffer in module._buffers.items():
+        for of_module in buffers:
+            for name, buffer in of_module.items():
                 if buffer is not None and not buffer.is_meta:
-                    module._buffers[name] = copies.setdefault(id(buffer), buffer.detach().clone())
+                    of_module[name] = copies.setdefault(id(buffer), buffer.detach().clone())
         yield
     finally:
-        for module, before in attributes:
-            vars(module).clear()
-            vars(module).update(before)
-        for container, kept in entries:
-            if isinstance(container, list):
-                container[:] = kept
-            else:
-                container.clear()
-                container.update(kept)
-        for restore in generators:
+        for restore in restores:
             restore()
+
+
+def _saved_all(roots: Iterable[Any], leaves: Iterable[Any]) -> list[Restore]:
+    """Return functions that restore the roots, the leaves, and everything that the roots refer to.
+
+    What the leaves refer to is not restored.
+    """
+    found: dict[int, Any] = {id(leaf): leaf for leaf in leaves}  # holds the values, so that no id is used again
+    restores = [restore for leaf in found.values() if (restore := _saved(leaf)[0]) is not None]
+    waiting = list(roots)
+    while waiting:
+        value = waiting.pop()
+        if type(value) not in _PLAIN and id(value) not in found:
+            restore, referents = _saved(value)
+            if restore is not None:
+                restores.append(restore)
+            if restore is not None or referents:
+                found[id(value)] = value
+                waiting += referents
+    return restores
+
+
+def _saved(value: Any) -> tuple[Restore | None, list[Any]]:
+    """Return a function that restores a value, or ``None`` if it cannot change, and the values that it refers to."""
+    kind = type(value)
+    if issubclass(kind, _CONTAINERS):
+        base = next(base for base in _CONTAINERS if issubclass(kind, base))
+        items = _contents(base, value)
+        return partial(_restore_contents, base, value, items), items + _attributes(value)
+    if issubclass(kind, tuple):
+        return None, [*tuple.__iter__(value), *_attributes(value)]
+    if kind is Tensor and not value.is_meta:
+        return partial(_restore_tensor, value, value.detach().clone(), num_changes(value)), []
+    if kind is numpy.ndarray and value.flags.writeable:
+        return partial(numpy.copyto, value, value.copy()), []
+    if kind is MethodType:
+        return None, [value.__self__]
+    if kind is FunctionType:
+        held = [value.__closure__, value.__defaults__, value.__kwdefaults__, vars(value)]
+        return None, held if _is_users(value) else []
+    if issubclass(kind, partial):
+        return None, [value.func, *([value.args, value.keywords] if _is_users(value.func) else [])]
+    return _restoring_generator(value), _attributes(value)
+
+
+def _attributes(value: Any) -> list[Any]:
+    """Return the dict with the attributes of an object of user code, in a list; an empty list for any other object."""
+    kind = type(value)
+    if not kind.__dictoffset__ or issubclass(kind, type | ModuleType) or not _is_users(kind):
+        return []
+    return [vars(value)]
+
+
+def _is_users(made: Any) -> bool:
+    """Return whether a function, a method, a class, or the class of any other object is user code.
+
+    User code is neither from the standard library nor from one of ``_LIBRARIES``, and has no base class from these.
+    """
+    made = made.__func__ if isinstance(made, MethodType) else made
+    if isinstance(made, FunctionType):
+        names = [made.__globals__.get("__name__")]  # decorators change ``__module__``
+    else:
+        made = made if isinstance(made, type) else type(made)
+        names = [base.__module__ for base in made.__mro__]
+    packages = [str(name).partition(".")[0] for name in names]
+    is_standard = packages[0] in sys.stdlib_module_names and made is not SimpleNamespace
+    return not is_standard and _LIBRARIES.isdisjoint(packages)
+
+
+def _contents(base: Any, container: Any) -> list[Any]:
+    """Return the items of a container; for a dict, each key before its value."""
+    if base is CellType:
+        try:
+            return [container.cell_contents]
+        except ValueError:  # the variable has no value
+            return []
+    return [*chain.from_iterable(base.items(container))] if issubclass(base, dict) else [*base.__iter__(container)]
+
+
+def _restore_contents(base: Any, container: Any, before: list[Any]) -> None:
+    """Restore the items of a container by methods of ``base``, because a subclass may forbid them."""
+    now = _contents(base, container)
+    if len(now) == len(before) and all(map(is_, now, before)):
+        return
+    if base is CellType:
+        del container.cell_contents
+        for item in before:
+            container.cell_contents = item
+        return
+    base.clear(container)
+    if issubclass(base, dict):
+        for key, item in zip(before[::2], before[1::2], strict=True):
+            base.__setitem__(container, key, item)
+    else:
+        (base.update if base is set else base.extend)(container, before)
+
+
+def _restore_tensor(tensor: Tensor, before: Tensor, number: int) -> None:
+    # An inference tensor has no count of its changes, and changes in inference mode only.
+    may_differ = torch.is_inference_mode_enabled() if tensor.is_inference() else num_changes(tensor) != number
+    if may_differ:
         with torch.no_grad():
-            for value, kept_value, number in tensors:
-                if num_changes(value) != number:
-                    value.copy_(kept_value)
+            tensor.copy_(before)
 
 
-def _restoring_generator(value: Any) -> Callable[[], Any] | None:
+def _restoring_generator(value: Any) -> Restore | None:
     """Return a function that restores the current state of a random number generator; ``None`` for any other value."""
     if isinstance(value, torch.Generator):
         return partial(value.set_state, value.get_state())
@@ -83,15 +185,3 @@ def _restoring_generator(value: Any) -> Callable[[], Any] | None:
     if isinstance(value, numpy.random.RandomState):
         return partial(value.set_state, value.get_state())
     return None
-
-
-def _containers_in(values: Iterable[Any]) -> list[Any]:
-    """Return the lists, dicts and sets among values and nested in them, each once."""
-    found: dict[int, Any] = {}
-    waiting = list(values)
-    while waiting:
-        value = waiting.pop()
-        if type(value) in _CONTAINERS and id(value) not in found:
-            found[id(value)] = value
-            waiting += value.values() if isinstance(value, dict) else value
-    return list(found.values())

@@ -6,19 +6,21 @@ Hugging Face models declare their blocks, whether they fill a key-value cache, a
 import inspect
 import os
 import sys
-from collections.abc import Callable, Container, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from itertools import chain
+from itertools import chain, repeat
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from strategies.common.names import with_wildcards
+from strategies.common.patching import replaced
 from strategies.common.torch_compat import forward_hooks
 
 _BLOCK_CLASSES = "_no_split_modules"
@@ -38,6 +40,9 @@ _READS_IN_ONE_THREAD = "HF_DEACTIVATE_ASYNC_LOAD"
 
 _RECOMPUTES = "gradient_checkpointing"
 """Flag of a module that recomputes its activations, set by ``PreTrainedModel.gradient_checkpointing_enable``."""
+
+_SAVES = "save_pretrained"
+"""Method of a ``PreTrainedModel`` that writes its weights and its configurations; ``push_to_hub`` calls it."""
 
 
 def lists_of_blocks(model: nn.Module) -> list[str]:
@@ -173,15 +178,29 @@ class _LazySlice:
 def switch_off_cache(model: nn.Module) -> list[Callable[[], None]]:
     """Set ``use_cache=False`` in the configurations of a Hugging Face model; return functions that undo this.
 
-    Only generation uses a key-value cache, and blocks in other processes would fill it without effect.
+    Only generation uses a key-value cache, and blocks in other processes would fill it without effect. The files of
+    ``save_pretrained`` contain the flags of the user.
     """
-    undo: list[Callable[[], None]] = []
-    for module in model.modules():
-        configs: list[Any] = [getattr(module, name, None) for name in ("config", "generation_config")]
-        for config in configs:
-            if getattr(config, "use_cache", None) is True:
-                config.use_cache = False
-                undo.append(partial(setattr, config, "use_cache", True))
+    held = [getattr(module, name, None) for module in model.modules() for name in ("config", "generation_config")]
+    switched: list[Any] = [config for config in held if getattr(config, "use_cache", None) is True]
+
+    def set_flags(flags: Iterable[bool]) -> None:
+        for config, flag in zip(switched, flags, strict=False):
+            config.use_cache = flag
+
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        flags = [config.use_cache for config in switched]
+        set_flags(repeat(True))
+        try:
+            return type(self).save_pretrained(self, *args, **kwargs)
+        finally:
+            set_flags(flags)
+
+    set_flags(repeat(False))
+    undo: list[Callable[[], None]] = [partial(set_flags, repeat(True))]
+    for module in model.modules() if switched else ():
+        if hasattr(type(module), _SAVES) and _SAVES not in vars(module):
+            undo.append(replaced(module, _SAVES, MethodType(save_pretrained, module)))  # a copy saves its own weights
     return undo
 
 

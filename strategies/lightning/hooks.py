@@ -1,12 +1,13 @@
 """Every place where Relay replaces a method of one of Lightning's objects for the duration of a run.
 
 Lightning has no public hook at these points. Each function replaces methods of single objects, never of classes, and
-returns a function that restores them, which strategies call in ``teardown``. :func:`overridden_gradient_hooks` and
-:func:`steps_may_run_in_backward` find out which of Lightning's hooks the user has overridden.
+returns a function that restores them, which strategies call in ``teardown``; :func:`without_logs` is a context.
+:func:`overridden_gradient_hooks` and :func:`steps_may_run_in_backward` find out which of Lightning's hooks the user has
+overridden.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -220,9 +221,14 @@ def collect_logs(model: LightningModule, collector: Callable[[], Collect | None]
     return replaced(model, "log", MethodType(log, model))
 
 
-def without_logs(model: LightningModule) -> Undo:
-    """Make ``self.log`` of a model do nothing."""
-    return replaced(model, "log", lambda *args, **kwargs: None)
+@contextmanager
+def without_logs(model: LightningModule) -> Iterator[None]:
+    """Context in which ``self.log`` of a model, and of LightningModules within it, does nothing."""
+    with ExitStack() as ending:
+        for module in model.modules():
+            if isinstance(module, LightningModule):
+                ending.callback(replaced(module, "log", lambda *args, **kwargs: None))
+        yield
 
 
 # Signals

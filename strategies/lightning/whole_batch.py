@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from strategies.lightning.compat import LightningModule
-from strategies.lightning.hooks import without_logs
 from strategies.pipeline.driver import Pipeline
 
 
@@ -28,13 +27,9 @@ class TrainingStepPerBatch:
             return self._run(*args, **kwargs)
 
     def _repeat(self, *args: Any, **kwargs: Any) -> Any:
-        """Run ``training_step`` again for some rows of the batch, without logging anything."""
+        """Run ``training_step`` again for some rows of the batch."""
         check_repeatable(self._model)
-        undo = without_logs(self._model)
-        try:
-            return self._run(*args, **kwargs)
-        finally:
-            undo()
+        return self._run(*args, **kwargs)
 
 
 def check_repeatable(model: LightningModule) -> None:

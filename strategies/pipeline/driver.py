@@ -10,7 +10,7 @@ Between :meth:`Pipeline.start` and :meth:`Pipeline.close`, a call of the ``nn.Se
 
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -160,6 +160,7 @@ class Pipeline(NotCopyable):
         skips_infinite_steps: Whether a gradient scaler looks for infinite gradients; see
             :class:`~strategies.pipeline.optim.optimizers.PipelineOptimizers`.
         is_reversed: Whether the model calls the blocks of an ``nn.ModuleList`` from the last to the first.
+        repeating: Context in which the model's code runs a second time for some of the rows of a batch.
         path: Dotted path of ``module`` in ``model``, for messages.
         construction: Computes the values of tensors of ``module`` that have no values yet.
         gathers_on_end: Whether :meth:`close` returns the layers of the workers to this process.
@@ -189,6 +190,7 @@ class Pipeline(NotCopyable):
         skips_infinite_steps: bool = False,
         path: str = "",
         is_reversed: bool = False,
+        repeating: Callable[[], AbstractContextManager[Any]] = nullcontext,
         construction: Construction | None = None,
         gathers_on_end: bool = True,
         recovery: Recovery | None = None,
@@ -226,7 +228,9 @@ class Pipeline(NotCopyable):
         self._construction = construction
         self._blocks: DeferredBlocks | None = None
         if isinstance(module, nn.ModuleList):
-            self._blocks = DeferredBlocks(module, self._run_blocks, path, model, is_reversed=is_reversed)
+            self._blocks = DeferredBlocks(
+                module, self._run_blocks, path, model, is_reversed=is_reversed, repeating=repeating
+            )
         self._bypass = BypassCheck(module, path)
         self._gathers_on_end = gathers_on_end
         self._running: _RunningParts | None = None

@@ -1,5 +1,6 @@
 """Models in the manner of torchvision, timm and diffusion models: trained as pipelines as in one process."""
 
+from collections import defaultdict, deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -158,6 +159,88 @@ def blocks_called_by_a_step() -> None:
 
 def test_blocks_that_training_step_calls_through_a_method_train_as_in_one_process() -> None:
     run(blocks_called_by_a_step)
+
+
+class LogsInputs(LightningModule):
+    """A layer that logs the mean of its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.log("mean_of_inputs", x.mean())
+        return self.linear(x)
+
+
+class LogsInForward(Encoder):
+    """Logs a mean over the rows in its own ``forward`` and in that of another LightningModule, before the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__(pairs, in_turn)
+        self.embed = LogsInputs()
+        self.embed.log = self.log  # Lightning lets only the outermost module log
+
+    def encode(self, batch: list[Tensor]) -> Tensor:
+        return self(batch[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.log("mean", x.mean(), on_step=self.training, on_epoch=True, batch_size=len(x))
+        return self.head(in_turn(self.blocks, self.embed(x)))
+
+
+def logs_of_a_forward() -> None:
+    single = fit(LogsInForward, one_device(), 1, val=batches, max_epochs=1)
+    assert {"mean_step", "mean_epoch", "mean_of_inputs", "num_calls"} <= single.metrics.keys()
+    compare(fit(LogsInForward, split_strategy("gpipe"), 2, val=batches, max_epochs=1), single)
+    found = []
+    for strategy, devices in ((one_device(), 1), (split_strategy("1f1b"), 2)):
+        settings: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "precision": "64-true"}
+        trainer = Trainer(accelerator="cpu", devices=devices, strategy=strategy, **settings)
+        found += trainer.validate(single.model, batches(), verbose=False)
+    assert found[0] == pytest.approx(found[1])
+
+
+def test_what_forward_logs_is_that_of_one_process() -> None:
+    run(logs_of_a_forward)
+
+
+class Context:
+    """What a forward keeps for the code after the blocks."""
+
+
+class KeepsTensors(Encoder):
+    """Its ``forward`` uses after the blocks what has been put into objects, containers and a closure before them."""
+
+    def __init__(self) -> None:
+        super().__init__(pairs, in_turn)
+        self.context, self.lists, self.queue = Context(), defaultdict[str, list[Tensor]](list), deque[Tensor](maxlen=1)
+        kept: dict[str, Tensor] = {}
+        self.embed.register_forward_hook(lambda module, args, output: kept.update(output=output))
+        self.kept = kept.get
+
+    def encode(self, batch: list[Tensor]) -> Tensor:
+        return self(batch[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.lists.clear()
+        x = self.embed(x)
+        self.context.penalty = x.square().mean()
+        self.lists["embedded"].append(x)
+        self.queue.append(x.sin())
+        y = self.head(in_turn(self.blocks, x))
+        (embedded,) = self.lists["embedded"]
+        return y + self.context.penalty + embedded[:, :2] + self.queue[0][:, 2:4] + self.kept("output")[:, 4:]
+
+
+def kept_before_blocks() -> None:
+    compare(
+        fit(KeepsTensors, split_strategy("gpipe"), 2, max_epochs=1), fit(KeepsTensors, one_device(), 1, max_epochs=1)
+    )
+
+
+def test_tensors_kept_before_the_blocks_are_those_of_the_whole_batch() -> None:
+    run(kept_before_blocks)
 
 
 def refusals_of_bypasses() -> dict[str, str]:

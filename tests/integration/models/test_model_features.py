@@ -1,16 +1,19 @@
 """What people do with models of ``transformers`` in a LightningModule, under a pipeline; and what is refused."""
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harness import OWN_SERVER, run
-from model_families import FAMILIES, SIZES, Family, workers_import_transformers
+from model_families import FAMILIES, SIZES, Family, text, workers_import_transformers
 from parity import compare, fit, one_device
-from pytorch_lightning import LightningModule
+from pytorch_lightning import Callback, LightningModule
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
@@ -177,6 +180,45 @@ def equal_one_process() -> dict[str, str]:
 @pytest.mark.slow
 def test_training_with_everything_around_the_model_is_that_of_one_process() -> None:
     assert run(equal_one_process, env=OWN_SERVER) == {}
+
+
+class SavesInFit(Callback):
+    """Saves the model and the part of it without a head at the end of the epoch."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        assert not pl_module.model.config.use_cache
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        save(pl_module.model, self.folder)
+        assert not pl_module.model.config.use_cache
+
+
+def save(model: Any, folder: Path) -> None:
+    model.save_pretrained(folder)
+    model.base_model.save_pretrained(folder / "base")
+
+
+def configurations_saved_in_fit() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        before, within = Path(name) / "before", Path(name) / "within"
+        make = partial(Trained, BY_NAME["Llama"], partial(save, folder=before))
+        strategy = RPCSequentialStrategy(schedule="1f1b", microbatches=2, balance="even")
+        data = partial(DataLoader, [text(4, 7)], batch_size=None)
+        outcome = fit(make, strategy, 2, train=data, max_epochs=1, precision=32, callbacks=[SavesInFit(within)])
+        written = sorted(path.relative_to(before) for path in before.rglob("*.json"))
+        assert {"config.json", "generation_config.json", "base/config.json"} <= {str(path) for path in written}
+        for path in written:
+            assert (within / path).read_text() == (before / path).read_text(), path
+        saved = load_file(within / "model.safetensors")
+        for key, value in saved.items():
+            assert torch.equal(value, outcome.parameters[f"model.{key}"]), key
+
+
+def test_configurations_saved_within_fit_are_those_of_the_user() -> None:
+    run(configurations_saved_in_fit, env=OWN_SERVER)
 
 
 REFUSED: dict[str, tuple[Family, Any, str | None, str]] = {

@@ -8,7 +8,7 @@ The model's code before, between and after the calls runs on the driver, unchang
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
@@ -108,6 +108,7 @@ class DeferredBlocks:
         model: The whole model. The arguments of the modules that contain the list show how many rows a batch has. For
             blocks that are called elsewhere, the arguments of :meth:`step` show this.
         is_reversed: Whether the model calls the blocks of a list from the last to the first.
+        repeating: Context in which the model's code runs a second time for some of the rows of a batch.
     """
 
     def __init__(
@@ -118,8 +119,10 @@ class DeferredBlocks:
         model: nn.Module | None = None,
         *,
         is_reversed: bool = False,
+        repeating: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._blocks, self._run, self.path, self._model = blocks, run, path, model
+        self._repeating = repeating
         names, ends = list(blocks._modules), [0, *accumulate(lengths_of(blocks))]
         self._lists = [names[start:stop][:: -1 if is_reversed else 1] for start, stop in pairwise(ends)]
         """The names of the blocks of each list in the order in which the model calls them."""
@@ -198,8 +201,7 @@ class DeferredBlocks:
         """Context for a training step, which may call the blocks outside of any module's call.
 
         Args:
-            repeat: Runs the code of the step again, with some of the rows, and without lasting effects outside of the
-                model's modules.
+            repeat: Runs the code of the step again, with some of the rows.
             args: The positional arguments of the step.
             kwargs: The keyword arguments of the step.
         """
@@ -387,7 +389,7 @@ class DeferredBlocks:
         self._outer_calls, self._step, self._skipped = [], None, list(outer.ran)
         args, kwargs = unpack_objects(arguments)
         try:
-            with torch.no_grad(), unchanged(outside), alone():
+            with torch.no_grad(), self._repeating(), unchanged(outside), alone():
                 outer.repeat(*args, **kwargs)
         except _ReachedLastBlock as reached:
             return reached.calls
