@@ -11,7 +11,13 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from strategies.common.random_seeds import draws_nothing
-from strategies.pipeline.stage.layers import ChangedBuffers, PassContext, ReusedInput, with_buffers
+from strategies.pipeline.stage.layers import (
+    ChangedBuffers,
+    PassContext,
+    PlainAttributes,
+    ReusedInput,
+    with_buffers,
+)
 
 
 class OwnLinear(nn.Linear):
@@ -231,6 +237,52 @@ def test_a_large_buffer_that_changes_late_is_told() -> None:
         with told if number == 3 else nullcontext(), kept.kept() as values:
             layer()
         assert set(values) == ({(layer, "count"), (layer, "same")} if number > 3 else set())
+
+
+class Rated(nn.Module):
+    """Has a rate that user code sets, and counts its calls, every second call, and its calls that are repeated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate, self.calls, self.pairs, self.repeated = 0.5, 0, 0, 0
+
+    def forward(self, repeats: bool = False) -> float:
+        self.calls += 1
+        self.pairs += self.calls % 2 == 0
+        self.repeated += repeats
+        return self.rate
+
+
+def test_a_forward_pass_that_runs_again_has_its_attributes_and_goes_on_counting() -> None:
+    layer, attributes = Rated(), PlainAttributes()
+    for rates in ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6)):
+        attributes.search(layer.modules())
+        passes = []
+        for layer.rate in rates:
+            with attributes.kept() as kept:
+                layer()
+            passes.append(kept)
+        layer.rate, layer.user = 7.0, 1
+        for kept, rate in zip(reversed(passes), reversed(rates), strict=True):
+            with attributes.restored(kept):
+                assert layer(repeats=True) == rate
+            assert (layer.rate, layer.user) == (7.0, 1)
+    assert (layer.calls, layer.pairs, layer.repeated) == (12, 6, 6)
+
+
+def test_attributes_come_back_after_an_error_in_a_layer() -> None:
+    layer, attributes = Rated(), PlainAttributes()
+    attributes.search(layer.modules())
+    with attributes.kept() as kept:
+        layer()
+    layer.rate = 7.0
+    with pytest.raises(ZeroDivisionError), attributes.restored(kept):
+        raise ZeroDivisionError
+    assert layer.rate == 7.0
+    del layer.rate
+    with attributes.restored(kept):
+        assert layer() == 0.5
+    assert not hasattr(layer, "rate")
 
 
 def test_an_input_is_lent_only_to_layers_that_have_shown_not_to_write_in_this_mode() -> None:
