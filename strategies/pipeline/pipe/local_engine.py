@@ -91,7 +91,7 @@ class _LocalPartition:
             adds_in_place=False,  # there is only one autograd graph
         )
         self._popped = skips_of(partition.layers)[1]
-        self._reused_input = ReusedInput()
+        self._reused_input = ReusedInput(self._layers.description)
 
     def end_forward(self) -> None:
         self._layers.end_forward()
@@ -132,7 +132,7 @@ class _LocalPartition:
             again = state is not None
             x = tree_unflatten(list(leaves), spec)
             around = self._layers.kept() if state is None else self._layers.restored(state)
-            with around as state, self._reused_input.lent(x, state.flags.modes) as own:
+            with around as state, self._reused_input.lent(x, state) as own:
                 y = pack_objects(
                     self._run_once(unpack_objects(own), m, this, checkpointing=not again, recomputing=again)
                 )

@@ -232,34 +232,6 @@ def refuse_checkpoint_around(what: str) -> None:
         frame = frame.f_back
 
 
-class ReusedInput:
-    """Lends layers an input that they get again in the recomputation, and which must stay as it is until then.
-
-    Layers may write to their input. They get a copy until a run in the same modes has shown that they do not.
-    """
-
-    def __init__(self) -> None:
-        self._was_written = False
-        self._unwritten_in: set[tuple[bool, ...]] = set()
-        """The modes of the layers in runs that have not written to the input."""
-
-    @contextmanager
-    def lent(self, value: Any, modes: Sequence[bool]) -> Iterator[Any]:
-        """Return ``value``, or a copy of its tensors with their place in the autograd graph, for a run of the layers.
-
-        Args:
-            value: Nested tensors and other objects.
-            modes: The mode of each of the layers, which may write in training only, as dropout does.
-        """
-        if self._was_written or tuple(modes) not in self._unwritten_in:
-            value = tree_map_only(Tensor, torch.clone, value)
-        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-        before = [*map(version_of, tensors)]
-        yield value
-        self._was_written |= before != [*map(version_of, tensors)]
-        self._unwritten_in.add(tuple(modes))
-
-
 @dataclass(frozen=True)
 class Flags:
     """Modes and ``requires_grad`` of layers, stored because they may change before the layers are recomputed."""
@@ -482,6 +454,52 @@ class KeptState:
     flags: Flags
     attributes: KeptAttributes
     buffers: KeptBuffers
+
+
+class ReusedInput:
+    """Lends layers an input that they get again in the recomputation, and which must stay as it is until then.
+
+    Layers may write to their input. They get a copy until a run in the same modes, with the same attributes, has shown
+    that they do not.
+
+    Args:
+        description: A description of the layers for errors.
+    """
+
+    def __init__(self, description: str) -> None:
+        self._description, self._was_written = description, False
+        self._unwritten: dict[tuple[bool, ...], Sequence[Any]] = {}
+        """The attributes of the layers in the last run that has not written to the input, by their modes."""
+
+    @contextmanager
+    def lent(self, value: Any, state: KeptState) -> Iterator[Any]:
+        """Return ``value``, or a copy of its tensors with their place in the autograd graph, for a run of the layers.
+
+        Args:
+            value: Nested tensors and other objects.
+            state: The state of the layers, which may write in training only, or above a rate of 0, as dropout does.
+
+        Raises:
+            RuntimeError: If the layers have written to ``value`` itself.
+        """
+        modes, attributes = tuple(state.flags.modes), state.attributes.values
+        is_copied = self._was_written or self._unwritten.get(modes) != attributes
+        if is_copied:
+            value = tree_map_only(Tensor, torch.clone, value)
+        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+        before = [*map(version_of, tensors)]
+        yield value
+        if before == [*map(version_of, tensors)]:
+            self._unwritten[modes] = attributes
+            return
+        self._was_written = True
+        if not is_copied:
+            raise RuntimeError(
+                f"{self._description} have changed their input in place, but not in earlier forward passes, so the "
+                "input is lost from which this micro-batch would be recomputed. Layers must change their input either "
+                "in every forward pass or in none (x = x * 2 instead of x.mul_(2), inplace=False instead of "
+                "inplace=True). checkpoint='never' recomputes nothing."
+            )
 
 
 # Layers

@@ -316,7 +316,7 @@ class Chunk:
         self._runner, self._ports, self._side_outputs = layers, ports, side_outputs
         self._kept: dict[tuple[int, int], _KeptMicrobatch] = {}
         self._delayed: dict[tuple[int, int], WeightGradients] = {}
-        self._reused_input = ReusedInput()
+        self._reused_input = ReusedInput(layers.description)
 
     def close(self) -> None:
         """Discard all passes, and remove hooks from the layers."""
@@ -370,7 +370,7 @@ class Chunk:
         kept = _KeptMicrobatch([GradientSlot() for tensor in tensors_of(x) if tensor.requires_grad], [])
         if recompute:
             kept.recompute_from = x
-            with self._runner.kept() as kept.state, self._reused_input.lent(x, kept.state.flags.modes) as own:
+            with self._runner.kept() as kept.state, self._reused_input.lent(x, kept.state) as own:
                 y = self._run_layers(this, m, own, note, grad=False, checkpointing=True, recorder=recorder)
             tensors = tensors_of(y)
             differentiable = bool(kept.inputs) or any(p.requires_grad for p in self.layers.parameters())
