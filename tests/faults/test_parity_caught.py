@@ -4,8 +4,10 @@ from functools import partial
 from typing import Any
 
 import pytest
+import schedulefree
+import torch
 from harness import run
-from parity import Small, batches, check, small_layers
+from parity import WIDTH, Small, batches, check, small_layers
 from parity_layers import Limited
 from torch import Tensor, nn
 
@@ -28,6 +30,21 @@ class Skips(Small):
             return None
 
 
+class Averaged(Skips):
+    """Validates with averaged weights, directly after an error."""
+
+    def configure_optimizers(self) -> Any:
+        return schedulefree.AdamWScheduleFree(self.parameters(), lr=0.05)
+
+    def on_train_epoch_start(self) -> None:
+        self.optimizers().train()
+
+    def on_validation_epoch_start(self) -> None:
+        with pytest.raises(RuntimeError, match="too many rows"):
+            self(torch.zeros(9, WIDTH))
+        self.optimizers().eval()
+
+
 def caught() -> list[list[float]]:
     arguments: dict[str, Any] = {"train": partial(batches, (8, 9, 7)), "strategy": {"microbatches": 1}, "max_epochs": 1}
     first = check(partial(Skips, 0), **arguments)  # stage 0 fails, on a worker
@@ -45,6 +62,15 @@ def caught_within_an_accumulation() -> list[list[float]]:
 def test_an_error_that_is_caught_within_an_accumulation() -> None:
     for losses in run(caught_within_an_accumulation, timeout_seconds=120):
         assert [loss == -1.0 for loss in losses] == [False, True, False, False]
+
+
+def caught_before_a_method() -> None:
+    check(partial(Averaged, 0), stages=(2,), val=batches, strategy={"microbatches": 1}, num_sanity_val_steps=0)
+
+
+def test_an_error_that_is_caught_before_a_method_of_the_optimizer() -> None:
+    """Every stage computes the validation loss with averaged weights."""
+    run(caught_before_a_method, timeout_seconds=120)
 
 
 @pytest.mark.slow

@@ -50,8 +50,8 @@ class PipelineOptimizers:
     Args:
         optimizers: The optimizers. Every worker gets its part of them.
         locate: Names a parameter and the stage that holds it, for messages.
-        prepare: Called before a step or another use of gradients; all stages take part in it then, and gradients are
-            averaged over replicas.
+        prepare: Called before a step, another method or another use of gradients; all stages take part in it then, and
+            gradients are averaged over replicas.
         recorder: Returns what records the steps on the driver; ``None`` while no step is recorded.
         skips_infinite_steps: Whether a gradient scaler skips steps with infinite gradients. In that case no warning
             reports them.
@@ -169,7 +169,9 @@ class PipelineOptimizers:
         Raises:
             RuntimeError: If the method returns different values on different stages.
         """
-        k, here = self.number_of(optimizer), [p for p in parameters_of(optimizer) if not p.is_meta]
+        k = self.number_of(optimizer)
+        self.prepare()
+        here = [p for p in parameters_of(optimizer) if not p.is_meta]
         context = PassContext.capture(here[0].device.type if here else "cpu")
         sent = call, hyperparameters(optimizer), context, torch.is_grad_enabled()
         self.num_steps += 1

@@ -23,13 +23,7 @@ from strategies.common.torch_compat import tree_flatten, tree_map_only, tree_unf
 from strategies.pipeline.pipe.with_device import Partition
 from strategies.pipeline.schedule.tables import num_recomputed
 from strategies.pipeline.stage.calling import call_partition
-from strategies.pipeline.stage.layers import (
-    Flags,
-    KeptBuffers,
-    Layers,
-    ReusedInput,
-    with_buffers,
-)
+from strategies.pipeline.stage.layers import KeptState, Layers, ReusedInput
 from strategies.pipeline.stage.microbatch.chunks import has_tensor
 from strategies.pipeline.stage.microbatch.split import pack_objects, unpack_objects
 from strategies.pipeline.stage.passes import Pass
@@ -97,13 +91,15 @@ class _LocalPartition:
             adds_in_place=False,  # there is only one autograd graph
         )
         self._popped = skips_of(partition.layers)[1]
-        self._reused_input = ReusedInput()
+        self._reused_input = ReusedInput(self._layers.description)
 
     def end_forward(self) -> None:
         self._layers.end_forward()
 
     def run(self, value: Any, skips: dict[SkipKey, Tensor | None], m: int, this: Pass, *, is_recomputed: bool) -> Any:
         """Run the layers on a micro-batch. Removes popped skips from ``skips`` and adds stashed skips."""
+        if m == 0:
+            self._layers.begin_pass()
         carried = _on(self._device, (value, {key: skips.pop(key) for key in self._popped if key in skips}))
         run = self._run_recomputed if is_recomputed else self._run_once
         output, stashed = run(carried, m, this)
@@ -127,21 +123,19 @@ class _LocalPartition:
             )
 
     def _run_recomputed(self, carried: Any, m: int, this: Pass) -> Any:
-        flags, buffers, recomputing = Flags.of(self._layers.layers), KeptBuffers(), False
+        state: KeptState | None = None
         leaves, spec = tree_flatten(pack_objects(carried))
         del carried
 
         def run(*leaves: Any) -> Any:
-            nonlocal buffers, recomputing
-            again, recomputing = recomputing, True
+            nonlocal state
+            again = state is not None
             x = tree_unflatten(list(leaves), spec)
-            own_buffers = with_buffers(buffers) if again else self._layers.buffers.kept()
-            lent = self._reused_input.lent(x, flags.modes)
-            with lent as own, flags.entered(self._layers.layers), own_buffers as kept:
+            around = self._layers.kept() if state is None else self._layers.restored(state)
+            with around as state, self._reused_input.lent(x, state) as own:
                 y = pack_objects(
                     self._run_once(unpack_objects(own), m, this, checkpointing=not again, recomputing=again)
                 )
-            buffers = kept or buffers
             return unpack_objects(tree_map_only(Tensor, _Recomputed.apply, y))
 
         with set_checkpoint_early_stop(False):

@@ -6,6 +6,8 @@ The output of a layer depends on more than its input. This module handles the re
   in a :class:`PassContext`, and every stage applies them;
 - random numbers, seeded by (pass, micro-batch, layer): equal for any number of stages, and in a recomputation;
 - buffers, such as running statistics: a recomputation has those of the forward pass, and changes none;
+- modes, ``requires_grad`` and plain attributes, which user code may change before the backward pass: a recomputation
+  has those of the forward pass;
 - whether the layers run for the first time or are recomputed. With recomputation (activation checkpointing: Chen et
   al., 2016, https://arxiv.org/abs/1604.06174; in pipelines: GPipe, Huang et al., 2019,
   https://arxiv.org/abs/1811.06965) a stage keeps only the input of its layers, and runs them again before the backward
@@ -22,9 +24,10 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any, TypeAlias
+from operator import attrgetter, is_
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
@@ -229,34 +232,6 @@ def refuse_checkpoint_around(what: str) -> None:
         frame = frame.f_back
 
 
-class ReusedInput:
-    """Lends layers an input that they get again in the recomputation, and which must stay as it is until then.
-
-    Layers may write to their input. They get a copy until a run in the same modes has shown that they do not.
-    """
-
-    def __init__(self) -> None:
-        self._was_written = False
-        self._unwritten_in: set[tuple[bool, ...]] = set()
-        """The modes of the layers in runs that have not written to the input."""
-
-    @contextmanager
-    def lent(self, value: Any, modes: Sequence[bool]) -> Iterator[Any]:
-        """Return ``value``, or a copy of its tensors with their place in the autograd graph, for a run of the layers.
-
-        Args:
-            value: Nested tensors and other objects.
-            modes: The mode of each of the layers, which may write in training only, as dropout does.
-        """
-        if self._was_written or tuple(modes) not in self._unwritten_in:
-            value = tree_map_only(Tensor, torch.clone, value)
-        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-        before = [*map(version_of, tensors)]
-        yield value
-        self._was_written |= before != [*map(version_of, tensors)]
-        self._unwritten_in.add(tuple(modes))
-
-
 @dataclass(frozen=True)
 class Flags:
     """Modes and ``requires_grad`` of layers, stored because they may change before the layers are recomputed."""
@@ -267,7 +242,8 @@ class Flags:
     @classmethod
     def of(cls, layers: nn.Module) -> "Flags":
         """Read the flags of ``layers``."""
-        return cls([m.training for m in layers.modules()], [p.requires_grad for p in layers.parameters()])
+        modules = list(layers.modules())
+        return cls([module.training for module in modules], [p.requires_grad for p in _parameters(modules)])
 
     @contextmanager
     def entered(self, layers: nn.Module) -> Iterator[None]:
@@ -283,10 +259,111 @@ class Flags:
             now._set(layers)
 
     def _set(self, layers: nn.Module) -> None:
-        for module, mode in zip(layers.modules(), self.modes, strict=True):
+        modules = list(layers.modules())
+        for module, mode in zip(modules, self.modes, strict=True):
             module.training = mode
-        for parameter, trained in zip(layers.parameters(), self.trained, strict=True):
+        for parameter, trained in zip(_parameters(modules), self.trained, strict=True):
             parameter.requires_grad_(trained)
+
+
+def _parameters(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
+    """Yield the parameters of these modules as often as they occur, which is faster than ``nn.Module.parameters``."""
+    return (p for module in modules for p in module._parameters.values() if p is not None)
+
+
+_PLAIN = frozenset([bool, int, float, complex, str, type(None)])
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+
+_MISSING = object()
+
+
+def plain_attributes_of(module: nn.Module) -> dict[str, Any]:
+    """Return the plain attributes of one module, including ``training`` and numbers of numpy."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if name not in _OF_EVERY_MODULE and (type(value) in _PLAIN or isinstance(value, np.generic))
+    }
+
+
+Place = tuple[dict[str, Any], str]
+"""An attribute: the ``vars`` of its module, and its name."""
+
+
+class KeptAttributes(NamedTuple):
+    """Values of plain attributes of layers as a forward pass begins."""
+
+    places: Sequence[Place]
+    values: Sequence[Any]
+
+
+class PlainAttributes:
+    """Keeps plain attributes of layers, such as the rate of a dropout layer, because forward passes run again.
+
+    User code may change them between a forward pass and its recomputation. An attribute that the layers themselves
+    change when they run, such as a count of their calls, is not kept: it changes again in the recomputation.
+    """
+
+    def __init__(self) -> None:
+        self._places: list[Place] = []
+        self._changing: dict[tuple[int, str], Place] = {}
+        """The attributes that layers have changed, by the ``id`` of their module's ``vars`` and their name."""
+
+    def search(self, modules: Iterable[nn.Module]) -> None:
+        """Find the attributes of these modules."""
+        owns = [(vars(module), plain_attributes_of(module)) for module in modules]
+        places = [(own, name) for own, plain in owns for name in plain if name != "training"]  # Flags has the mode
+        self._places = [place for place in places if not self._is_changing(place)] if self._changing else places
+
+    @contextmanager
+    def kept(self) -> Iterator[KeptAttributes]:
+        """Context of a forward pass, with the values of the attributes before it."""
+        kept = KeptAttributes(self._places, _values(self._places))
+        yield kept
+        self._note_changes(kept)
+
+    @contextmanager
+    def restored(self, kept: KeptAttributes) -> Iterator[None]:
+        """Context of a recomputation, in which the attributes have these values again."""
+        now = _values(kept.places)
+        changed = [each for each in _differences(kept, now) if not self._is_changing(each[0])]
+        for place, value, _ in changed:
+            _set(place, value)
+        before = KeptAttributes(kept.places, _values(kept.places) if changed else now)
+        try:
+            yield
+        finally:
+            self._note_changes(before)
+            for place, _, value in changed:
+                if not self._is_changing(place):
+                    _set(place, value)
+
+    def _note_changes(self, before: KeptAttributes) -> None:
+        changed = [place for place, _, _ in _differences(before, _values(before.places))]
+        self._changing.update({(id(own), name): (own, name) for own, name in changed})
+
+    def _is_changing(self, place: Place) -> bool:
+        return (id(place[0]), place[1]) in self._changing
+
+
+def _values(places: Sequence[Place]) -> list[Any]:
+    return [own.get(name, _MISSING) for own, name in places]
+
+
+def _differences(before: KeptAttributes, now: Sequence[Any]) -> list[tuple[Place, Any, Any]]:
+    """Return the attributes that are other objects now, each with its old and its new value."""
+    if all(map(is_, before.values, now)):
+        return []
+    return [each for each in zip(*before, now, strict=True) if each[1] is not each[2]]
+
+
+def _set(place: Place, value: Any) -> None:
+    own, name = place
+    if value is _MISSING:
+        own.pop(name, None)
+    else:
+        own[name] = value
 
 
 KeptBuffers: TypeAlias = dict[tuple[nn.Module, str], Tensor | None]
@@ -370,6 +447,61 @@ def with_buffers(values: KeptBuffers) -> Iterator[None]:
             module._buffers[name] = own
 
 
+@dataclass(frozen=True)
+class KeptState:
+    """What layers have as a forward pass begins, other than parameters, and have again in the recomputation."""
+
+    flags: Flags
+    attributes: KeptAttributes
+    buffers: KeptBuffers
+
+
+class ReusedInput:
+    """Lends layers an input that they get again in the recomputation, and which must stay as it is until then.
+
+    Layers may write to their input. They get a copy until a run in the same modes, with the same attributes, has shown
+    that they do not.
+
+    Args:
+        description: A description of the layers for errors.
+    """
+
+    def __init__(self, description: str) -> None:
+        self._description, self._was_written = description, False
+        self._unwritten: dict[tuple[bool, ...], Sequence[Any]] = {}
+        """The attributes of the layers in the last run that has not written to the input, by their modes."""
+
+    @contextmanager
+    def lent(self, value: Any, state: KeptState) -> Iterator[Any]:
+        """Return ``value``, or a copy of its tensors with their place in the autograd graph, for a run of the layers.
+
+        Args:
+            value: Nested tensors and other objects.
+            state: The state of the layers, which may write in training only, or above a rate of 0, as dropout does.
+
+        Raises:
+            RuntimeError: If the layers have written to ``value`` itself.
+        """
+        modes, attributes = tuple(state.flags.modes), state.attributes.values
+        is_copied = self._was_written or self._unwritten.get(modes) != attributes
+        if is_copied:
+            value = tree_map_only(Tensor, torch.clone, value)
+        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+        before = [*map(version_of, tensors)]
+        yield value
+        if before == [*map(version_of, tensors)]:
+            self._unwritten[modes] = attributes
+            return
+        self._was_written = True
+        if not is_copied:
+            raise RuntimeError(
+                f"{self._description} have changed their input in place, but not in earlier forward passes, so the "
+                "input is lost from which this micro-batch would be recomputed. Layers must change their input either "
+                "in every forward pass or in none (x = x * 2 instead of x.mul_(2), inplace=False instead of "
+                "inplace=True). checkpoint='never' recomputes nothing."
+            )
+
+
 # Layers
 
 
@@ -412,20 +544,41 @@ class Layers:
         self._deferred = DeferredStatistics(layers) if deferred_batch_norm else None
         self._call = call
         self._delays, self._at_once = DelayedWeights(), WeightGradients(at_once=True)
-        self.buffers = ChangedBuffers()
-        self._begin_pass()
+        self._attributes, self._buffers = PlainAttributes(), ChangedBuffers()
+        self.begin_pass()
 
-    def _begin_pass(self) -> None:
+    @property
+    def description(self) -> str:
+        """Return a description such as ``layers 3 to 5 (Block, Block, Linear)``."""
+        kinds = ", ".join(type(layer).__name__ for layer in self.layers)
+        return f"layers {self.first_layer} to {self.first_layer + len(self.layers) - 1} ({kinds})"
+
+    def begin_pass(self) -> None:
         """Search the modules once per pass, so that :meth:`run` need not search them for each micro-batch."""
         if self._deferred is not None:
             self._deferred.forget()
         modules = list(self.layers.modules())
         self._norms = [module for module in modules if isinstance(module, NormBase)]
         self._seeded = [not draws_nothing(layer) for layer in self.layers]
-        self.buffers.search(modules)
+        self._attributes.search(modules)
+        self._buffers.search(modules)
         self._is_compiled = any(map(is_compiled, modules))
         self._has_skips = any(hasattr(type(module), SKIPS) for module in modules)
         self._has_large = self._adds_in_place and has_large_weights(modules)
+
+    @contextmanager
+    def kept(self) -> Iterator[KeptState]:
+        """Context of a forward pass that runs again, with what :meth:`restored` needs."""
+        flags = Flags.of(self.layers)  # a layer may change its own flags
+        with self._attributes.kept() as attributes, self._buffers.kept() as buffers:
+            yield KeptState(flags, attributes, buffers)
+
+    @contextmanager
+    def restored(self, kept: KeptState) -> Iterator[KeptState]:
+        """Context of the recomputation, in which the layers are as before the forward pass."""
+        attributes = self._attributes.restored(kept.attributes)
+        with kept.flags.entered(self.layers), attributes, with_buffers(kept.buffers):
+            yield kept
 
     def run(
         self,
@@ -441,12 +594,12 @@ class Layers:
         splits: bool = False,
         recorder: ActionRecorder | None = None,
     ) -> Carried:
-        """Run one micro-batch through the layers.
+        """Run one micro-batch through the layers. Call :meth:`begin_pass` before the first one of a pass.
 
         Args:
             carried: Input of the first layer, and skips. A tensor that a layer may change in place must not be an
                 autograd leaf; see :func:`~strategies.pipeline.stage.stage.entered`.
-            microbatch: Index of the micro-batch; a pass begins with 0.
+            microbatch: Index of the micro-batch.
             seed: Seed of the pass.
             context: Settings of the pass.
             grad: Whether autograd records the layers.
@@ -456,8 +609,6 @@ class Layers:
             splits: Whether weight gradients may be left for later; see :meth:`in_backward`.
             recorder: Records the time of each layer; ``None`` while nothing is recorded.
         """
-        if microbatch == 0 and not recomputing:
-            self._begin_pass()
         gathering = self._deferred.gathering() if self._deferred and not recomputing else nullcontext()
         given, skips = carried[0], dict(carried[1])
         del carried  # otherwise this frame keeps a skip alive after its pop

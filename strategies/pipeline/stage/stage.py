@@ -13,7 +13,7 @@ Index letters: ``m`` micro-batch, ``i`` chunk.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -28,15 +28,7 @@ from strategies.pipeline.schedule.operations import Post, Result, Row, Tied, Use
 from strategies.pipeline.schedule.tables import Action, recomputed
 from strategies.pipeline.stage.action_recorder import ActionRecorder
 from strategies.pipeline.stage.edges import Edges, Ports, leaves_of, tensors_of, with_leaves
-from strategies.pipeline.stage.layers import (
-    CallLayers,
-    Carried,
-    Flags,
-    KeptBuffers,
-    Layers,
-    ReusedInput,
-    with_buffers,
-)
+from strategies.pipeline.stage.layers import CallLayers, Carried, KeptState, Layers, ReusedInput
 from strategies.pipeline.stage.microbatch.split import pack_objects, unpack_objects
 from strategies.pipeline.stage.out_of_memory import DeviceMemory, Situation, explained, is_float32
 from strategies.pipeline.stage.passes import Pass
@@ -112,15 +104,13 @@ class _KeptMicrobatch:
             micro-batch is not recomputed yet, or if the recomputed tensor requires no gradient. Empty for an output
             that was returned with its graph.
         recompute_from: The input of a recomputed micro-batch.
-        flags: Modes and ``requires_grad`` of the layers in the forward pass of a recomputed micro-batch.
-        buffers: The buffers that this forward pass has changed, with their values before it.
+        state: The state of the layers before the forward pass of a recomputed micro-batch.
     """
 
     inputs: list[GradientSlot]
     outputs: list[GradientEdge | None]
     recompute_from: Any = None
-    flags: Flags | None = None
-    buffers: KeptBuffers = field(default_factory=dict)
+    state: KeptState | None = None
 
 
 class Stage:
@@ -326,7 +316,7 @@ class Chunk:
         self._runner, self._ports, self._side_outputs = layers, ports, side_outputs
         self._kept: dict[tuple[int, int], _KeptMicrobatch] = {}
         self._delayed: dict[tuple[int, int], WeightGradients] = {}
-        self._reused_input = ReusedInput()
+        self._reused_input = ReusedInput(layers.description)
 
     def close(self) -> None:
         """Discard all passes, and remove hooks from the layers."""
@@ -371,14 +361,16 @@ class Chunk:
                 the output within :meth:`in_backward`, and the backward pass only sends the resulting gradients.
             recompute: Whether to keep only the input, and run the layers again in the backward pass.
         """
+        if m == 0:
+            self._runner.begin_pass()
         x = self._ports.inputs.receive(this.number, m)
         if recorder is not None:
             recorder.received()
         x, attributes = x if isinstance(x, WithSideOutputs) else (x, ())
         kept = _KeptMicrobatch([GradientSlot() for tensor in tensors_of(x) if tensor.requires_grad], [])
         if recompute:
-            kept.recompute_from, kept.flags = x, Flags.of(self.layers)  # a layer may change its own flags
-            with self._reused_input.lent(x, kept.flags.modes) as own, self._runner.buffers.kept() as kept.buffers:
+            kept.recompute_from = x
+            with self._runner.kept() as kept.state, self._reused_input.lent(x, kept.state) as own:
                 y = self._run_layers(this, m, own, note, grad=False, checkpointing=True, recorder=recorder)
             tensors = tensors_of(y)
             differentiable = bool(kept.inputs) or any(p.requires_grad for p in self.layers.parameters())
@@ -438,9 +430,9 @@ class Chunk:
             received = self._ports.output_grads.receive(this.number, m)
             if recorder is not None and m == microbatches[0]:
                 recorder.received()
-            if kept.flags is not None:
+            if kept.state is not None:
                 x, kept.recompute_from = entered(kept.recompute_from, kept.inputs), None
-                with kept.flags.entered(self.layers), with_buffers(kept.buffers):
+                with self._runner.restored(kept.state):
                     y = self._run_layers(this, m, x, note, grad=True, recomputing=True)
                 candidates = [t for t in tensors_of(y) if t.is_floating_point() or t.is_complex()]
                 kept.outputs = [get_gradient_edge(t) if t.requires_grad else None for t in candidates]

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from operator import is_
 from typing import Any
 
-import numpy as np
 from torch import Tensor, nn
 
 from strategies.common.torch_compat import backward_hooks, forward_hooks, without_torch_function
@@ -16,12 +15,11 @@ from strategies.common.transformers_compat import is_capturing_hook
 from strategies.pipeline.control.client import RemoteStage
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.control.parts import Part, PartKind
+from strategies.pipeline.stage.layers import plain_attributes_of
 from strategies.pipeline.state.objects import ObjectsAtStart
 
 Attributes = dict[int, dict[str, Any]]
 """Plain attributes of some modules, by the place of the module in ``modules()``."""
-
-_PLAIN = (bool, int, float, complex, str, type(None))
 
 
 class Mirror:
@@ -144,13 +142,6 @@ class _Seen:
 def plain_attributes(layers: nn.Module) -> list[dict[str, Any]]:
     """Return the plain attributes of each module, including ``training``, in the order of ``modules()``."""
     return [plain_attributes_of(module) for module in layers.modules()]
-
-
-def plain_attributes_of(module: nn.Module) -> dict[str, Any]:
-    """Return the plain attributes of one module, including ``training`` and numbers of numpy."""
-    return {
-        name: value for name, value in vars(module).items() if type(value) in _PLAIN or isinstance(value, np.generic)
-    }
 
 
 def set_attributes(layers: nn.Module, attributes: Attributes) -> None:

@@ -51,7 +51,7 @@ class Changes(Small):
         return self.sequential_module(x)[:, :2]
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        first = self.sequential_module[0]
+        first, last = self.sequential_module[0], self.sequential_module[-1]
         first.temperature = 1.0 + 0.1 * batch_idx
         output = self(batch[0])
         self.sequential_module.eval()
@@ -59,7 +59,9 @@ class Changes(Small):
             teacher = self(batch[0])
         self.sequential_module.train()
         first.weight.requires_grad_(False)
+        first.temperature, last.temperature = 2.0, 3.0
         other = self(batch[0] * 2).mean()
+        first.temperature, last.temperature = 1.0 + 0.1 * batch_idx, 1.0
         first.weight.requires_grad_(True)
         loss = mse_loss(output, batch[1]) + 0.1 * other + mse_loss(output, teacher)
         self.losses.append(loss.item())

@@ -90,6 +90,31 @@ def test_recomputes(mode, recomputed):
     assert counting.calls == 4 + recomputed
 
 
+class Scales(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.by).tanh()
+
+
+def test_attributes_that_change_between_a_call_and_its_backward_pass():
+    """A micro-batch is recomputed with those of its call, however often."""
+    grads = []
+    for mode in MODES:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, 3), Scales())
+        output = Pipe(net, chunks=2, checkpoint=mode)(torch.randn(4, 3)).local_value()
+        net[1].by = 3.0
+        for _ in range(2):
+            output.square().sum().backward(retain_graph=True)
+            assert net[1].by == 3.0
+        grads.append(net[0].weight.grad)
+    for grad in grads[1:]:
+        torch.testing.assert_close(grad, grads[0], rtol=1e-12, atol=1e-12)
+
+
 def test_dropout_is_recomputed_with_the_same_masks():
     grads = []
     for mode in MODES:

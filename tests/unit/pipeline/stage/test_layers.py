@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from strategies.common.random_seeds import draws_nothing
-from strategies.pipeline.stage.layers import ChangedBuffers, PassContext, ReusedInput, with_buffers
+from strategies.pipeline.stage.layers import (
+    ChangedBuffers,
+    Layers,
+    PassContext,
+    PlainAttributes,
+    ReusedInput,
+    with_buffers,
+)
 
 
 class OwnLinear(nn.Linear):
@@ -233,16 +240,90 @@ def test_a_large_buffer_that_changes_late_is_told() -> None:
         assert set(values) == ({(layer, "count"), (layer, "same")} if number > 3 else set())
 
 
-def test_an_input_is_lent_only_to_layers_that_have_shown_not_to_write_in_this_mode() -> None:
-    dropout, lender = nn.Dropout(0.5, inplace=True), ReusedInput()
-    for is_training in (False, False, True, True, False):  # evaluation does not write
-        kept = torch.ones(100)
+class Rated(nn.Module):
+    """Has a rate that user code sets, and counts its calls, every second call, and its calls that are repeated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate, self.calls, self.pairs, self.repeated = 0.5, 0, 0, 0
+
+    def forward(self, repeats: bool = False) -> float:
+        self.calls += 1
+        self.pairs += self.calls % 2 == 0
+        self.repeated += repeats
+        return self.rate
+
+
+def test_a_forward_pass_that_runs_again_has_its_attributes_and_goes_on_counting() -> None:
+    layer, attributes = Rated(), PlainAttributes()
+    for rates in ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6)):
+        attributes.search(layer.modules())
+        passes = []
+        for layer.rate in rates:
+            with attributes.kept() as kept:
+                layer()
+            passes.append(kept)
+        layer.rate, layer.user = 7.0, 1
+        for kept, rate in zip(reversed(passes), reversed(rates), strict=True):
+            with attributes.restored(kept):
+                assert layer(repeats=True) == rate
+            assert (layer.rate, layer.user) == (7.0, 1)
+    assert (layer.calls, layer.pairs, layer.repeated) == (12, 6, 6)
+
+
+def test_attributes_come_back_after_an_error_in_a_layer() -> None:
+    layer, attributes = Rated(), PlainAttributes()
+    attributes.search(layer.modules())
+    with attributes.kept() as kept:
+        layer()
+    layer.rate = 7.0
+    with pytest.raises(ZeroDivisionError), attributes.restored(kept):
+        raise ZeroDivisionError
+    assert layer.rate == 7.0
+    del layer.rate
+    with attributes.restored(kept):
+        assert layer() == 0.5
+    assert not hasattr(layer, "rate")
+
+
+class MayWrite(nn.Module):
+    """The identity; writes to its input if told to."""
+
+    def __init__(self, told: list[bool]) -> None:
+        super().__init__()
+        self.told = told
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.zero_() if self.told else x
+
+
+def lend(lender: ReusedInput, layers: Layers, value: Tensor) -> bool:
+    """Lends the layers an input, and returns whether they got the input itself."""
+    with layers.kept() as state, lender.lent(value, state) as own:
+        layers.layers(own)
+    return own is value
+
+
+def test_an_input_is_lent_only_to_layers_that_have_shown_not_to_write() -> None:
+    """In the same mode and with the same attributes."""
+    value, dropout = torch.ones(100), nn.Dropout(0.0, inplace=True)
+    layers, lender = Layers(nn.Sequential(dropout), 0, torch.device("cpu")), ReusedInput("layers")
+    runs = [(True, 0.0), (True, 0.0), (False, 0.0), (False, 0.0), (False, 0.5), (False, 0.5), (True, 0.5), (True, 0.0)]
+    lent = []
+    for is_training, dropout.p in runs:
         dropout.train(is_training)
-        with lender.lent(kept, [dropout.training]) as own:
-            dropout(own)
-        assert kept.eq(1).all()
-    lender = ReusedInput()
-    for _ in range(2):
-        with lender.lent(kept, [True]) as own:
-            pass
-    assert own is kept
+        lent.append(lend(lender, layers, value))
+        assert value.eq(1).all()
+    assert lent == [False, True, False, True, False, True, False, False]
+
+
+def test_an_input_that_is_written_unexpectedly_is_an_error_once() -> None:
+    told: list[bool] = []
+    layers = Layers(nn.Sequential(nn.Identity(), MayWrite(told)), 3, torch.device("cpu"))
+    lender = ReusedInput(layers.description)
+    assert [lend(lender, layers, torch.ones(2)) for _ in range(2)] == [False, True]
+    told.append(True)
+    with pytest.raises(RuntimeError, match=r"layers 3 to 4 \(Identity, MayWrite\) have changed their input in place"):
+        lend(lender, layers, torch.ones(2))
+    assert not lend(lender, layers, value := torch.ones(2))
+    assert value.eq(1).all()

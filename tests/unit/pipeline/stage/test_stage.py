@@ -292,6 +292,77 @@ def test_a_layer_that_changes_its_own_mode(checkpoint: str) -> None:
     assert layers[0].linear.bias.grad.tolist() == [4 + 2 * (2 - int(number)) for number in dropped]
 
 
+class Scaled(nn.Linear):
+    """Multiplies by a number and counts its calls."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        self.scale, self.calls = 1.0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return (super().forward(x) * self.scale).tanh()
+
+
+@in_every_way
+def test_attributes_that_change_between_a_call_and_its_backward_pass(checkpoint: str, pipelined_backward: bool) -> None:
+    """Each micro-batch is recomputed with the number of its own call, and the layer goes on counting."""
+    layers, x = nn.Sequential(Scaled(3), nn.Dropout(0.0), nn.Linear(3, 3)), torch.randn(8, 3)
+    plain, again = copy.deepcopy(layers), {"always": 4, "except_last": 3, "never": 0}[checkpoint]
+
+    def backward(layers: nn.Sequential) -> None:
+        outputs = []
+        for scale in (0.1, 0.2):
+            layers[0].scale = scale
+            outputs.append(layers(x))
+            layers[0].scale, layers[1].p = 3.0, 0.9
+            outputs.append(layers.eval()(x))
+            layers.train()
+            layers[1].p = 0.0
+        layers[1].p = 0.5
+        total(outputs).backward()
+        layers[1].p = 0.0
+
+    with pipelined(layers, checkpoint=checkpoint, pipelined_backward=pipelined_backward):
+        for number in (1, 2):
+            backward(layers)
+            backward(plain)
+            assert_same_gradients(layers, plain)
+            assert layers[0].scale == 3.0
+            assert layers[0].calls == 4 * number * (4 + again)
+
+
+@in_every_way
+def test_a_dropout_that_works_in_place_once_its_rate_is_raised(checkpoint: str, pipelined_backward: bool) -> None:
+    x, grads = torch.randn(8, 3), []
+    for mode in (checkpoint, "never"):
+        torch.manual_seed(1)
+        layers = nn.Sequential(nn.Dropout(0.0, inplace=True), nn.Tanh(), nn.Linear(3, 3))
+        with pipelined(layers, checkpoint=mode, pipelined_backward=pipelined_backward):
+            for layers[0].p in (0.0, 0.0, 0.5, 0.5):
+                total(layers(x)).backward()
+        grads.append(layers[2].weight.grad)
+    torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
+def test_a_layer_that_works_in_place_in_a_later_pass_only_is_refused(checkpoint: str) -> None:
+    """The input is lost from which the micro-batch would be recomputed; the next call keeps a copy."""
+    writes: list[bool] = []
+    layers = nn.Sequential(Layer(lambda x: x.mul_(2) if writes else x), nn.Tanh(), nn.Linear(3, 3))
+    plain, x = copy.deepcopy(layers), torch.randn(8, 3)
+    with pipelined(layers, checkpoint=checkpoint):
+        total(layers(x)).backward()
+        layers.zero_grad()
+        writes.append(True)
+        message = r"layers 0 to 2 \(Layer, Tanh, Linear\) have changed their input in place.*checkpoint='never'"
+        with pytest.raises(RuntimeError, match=message):
+            layers(x)
+        total(layers(x)).backward()
+        total(plain(x.clone())).backward()
+    assert_same_gradients(layers, plain)
+
+
 @pytest.mark.parametrize(
     ("make", "kept_by_last"),
     [(gpipe, [3]), (one_f_one_b, [0, 1, 2, 3]), (zb_h1, [0, 1, 2, 3])],
