@@ -31,11 +31,6 @@ ELSEWHERE: dict[str, list[str]] = {
         "unit/trainer/test_random_state.py",
     ],
     "strategies/common/torch_compat.py": ["unit/test_compat.py"],
-    "strategies/common/transformers_compat.py": [
-        "unit/test_compat.py",
-        "integration/models/test_families.py",
-        "integration/models/test_gradient_checkpointing.py",
-    ],
     "strategies/common/trees.py": ["unit/pipeline/transport/test_nccl.py", "unit/pipeline/transport/test_simulated.py"],
     "strategies/common/waiting.py": [
         "unit/pipeline/transport/test_device.py",

@@ -33,8 +33,7 @@ from strategies.common.torch_compat import (
     push_saved_tensors_hooks,
     top_saved_tensors_hooks,
 )
-from strategies.pipeline.stage.layers import PassContext
-from strategies.pipeline.state.objects import OF_EVERY_MODULE
+from strategies.pipeline.stage.layers import OF_EVERY_MODULE, PassContext
 
 
 class Abandoned(BaseException):

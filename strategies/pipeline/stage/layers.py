@@ -273,7 +273,8 @@ def _parameters(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
 
 _PLAIN = frozenset([bool, int, float, complex, str, type(None)])
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+"""The names of the attributes that torch gives to every module."""
 
 _MISSING = object()
 
@@ -283,18 +284,19 @@ def plain_attributes_of(module: nn.Module) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(module).items()
-        if name not in _OF_EVERY_MODULE and (type(value) in _PLAIN or isinstance(value, np.generic))
+        if (type(value) in _PLAIN or isinstance(value, np.generic))
+        and (name == "training" or name not in OF_EVERY_MODULE)
     }
 
 
-Place = tuple[dict[str, Any], str]
+AttributePlace = tuple[dict[str, Any], str]
 """An attribute: the ``vars`` of its module, and its name."""
 
 
 class KeptAttributes(NamedTuple):
     """Values of plain attributes of layers as a forward pass begins."""
 
-    places: Sequence[Place]
+    places: Sequence[AttributePlace]
     values: Sequence[Any]
 
 
@@ -306,8 +308,8 @@ class PlainAttributes:
     """
 
     def __init__(self) -> None:
-        self._places: list[Place] = []
-        self._changing: dict[tuple[int, str], Place] = {}
+        self._places: list[AttributePlace] = []
+        self._changing: dict[tuple[int, str], AttributePlace] = {}
         """The attributes that layers have changed, by the ``id`` of their module's ``vars`` and their name."""
 
     def search(self, modules: Iterable[nn.Module]) -> None:
@@ -343,22 +345,22 @@ class PlainAttributes:
         changed = [place for place, _, _ in _differences(before, _values(before.places))]
         self._changing.update({(id(own), name): (own, name) for own, name in changed})
 
-    def _is_changing(self, place: Place) -> bool:
+    def _is_changing(self, place: AttributePlace) -> bool:
         return (id(place[0]), place[1]) in self._changing
 
 
-def _values(places: Sequence[Place]) -> list[Any]:
+def _values(places: Sequence[AttributePlace]) -> list[Any]:
     return [own.get(name, _MISSING) for own, name in places]
 
 
-def _differences(before: KeptAttributes, now: Sequence[Any]) -> list[tuple[Place, Any, Any]]:
+def _differences(before: KeptAttributes, now: Sequence[Any]) -> list[tuple[AttributePlace, Any, Any]]:
     """Return the attributes that are other objects now, each with its old and its new value."""
     if all(map(is_, before.values, now)):
         return []
     return [each for each in zip(*before, now, strict=True) if each[1] is not each[2]]
 
 
-def _set(place: Place, value: Any) -> None:
+def _set(place: AttributePlace, value: Any) -> None:
     own, name = place
     if value is _MISSING:
         own.pop(name, None)

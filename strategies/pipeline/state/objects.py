@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from strategies.common.torch_compat import storage_key, version_of
+from strategies.pipeline.stage.layers import OF_EVERY_MODULE
 
 _PLAIN = (bool, int, float, str, type(None))
-OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-"""The names of the attributes that torch gives to every module."""
 
 
 class _NotCarried(Exception):
