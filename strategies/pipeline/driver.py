@@ -216,6 +216,7 @@ class Pipeline(NotCopyable):
             optimizers,
             partial(locate, self.stages, model),
             self._prepare_gradients,
+            renew=self._renew,
             recorder=self._recorder,
             skips_infinite_steps=skips_infinite_steps,
             divided=divided,
@@ -368,6 +369,11 @@ class Pipeline(NotCopyable):
         self.start()
         assert self._running is not None
         return self._running
+
+    def _renew(self) -> None:
+        """Start new workers after an error that the user's code has caught, if the pipeline runs."""
+        if self._running is not None:
+            self._usable()
 
     @property
     def device(self) -> torch.device:

@@ -50,8 +50,9 @@ class PipelineOptimizers:
     Args:
         optimizers: The optimizers. Every worker gets its part of them.
         locate: Names a parameter and the stage that holds it, for messages.
-        prepare: Called before a step, another method or another use of gradients; all stages take part in it then, and
-            gradients are averaged over replicas.
+        prepare: Called before a step or another use of gradients; all stages take part in it then, and gradients are
+            averaged over replicas.
+        renew: Called before any other method; starts new workers after an error that the user's code has caught.
         recorder: Returns what records the steps on the driver; ``None`` while no step is recorded.
         skips_infinite_steps: Whether a gradient scaler skips steps with infinite gradients. In that case no warning
             reports them.
@@ -64,11 +65,12 @@ class PipelineOptimizers:
         locate: Callable[[Tensor], str],
         prepare: Callable[[], None],
         *,
+        renew: Callable[[], None] = lambda: None,
         recorder: Callable[[], ActionRecorder | None] = lambda: None,
         skips_infinite_steps: bool = False,
         divided: DividedModel | None = None,
     ) -> None:
-        self.optimizers, self.locate, self.prepare = list(optimizers), locate, prepare
+        self.optimizers, self.locate, self.prepare, self._renew = list(optimizers), locate, prepare, renew
         self.skips_infinite_steps, self.divided = skips_infinite_steps, divided
         self.num_steps = 0
         """Number of steps and other calls so far that changed parameters."""
@@ -170,7 +172,7 @@ class PipelineOptimizers:
             RuntimeError: If the method returns different values on different stages.
         """
         k = self.number_of(optimizer)
-        self.prepare()
+        self._renew()
         here = [p for p in parameters_of(optimizer) if not p.is_meta]
         context = PassContext.capture(here[0].device.type if here else "cpu")
         sent = call, hyperparameters(optimizer), context, torch.is_grad_enabled()
