@@ -4,6 +4,7 @@ import itertools
 import signal
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,30 +81,96 @@ class Backbone(LightningModule):
         return torch.optim.AdamW(self.head.parameters())
 
 
+def trainer_of_one_process(stage: int, epochs: int = 1, callbacks: Sequence[Callback] = ()) -> Trainer:
+    return Trainer(
+        strategy=ZeROStrategy(stage=stage),
+        accelerator="cpu",
+        devices=1,
+        max_epochs=epochs,
+        callbacks=[*callbacks],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
 def group_that_is_added_before_states_are_loaded() -> list[int]:
     numbers = []
     for epochs, ckpt_path in ((1, None), (2, "a.ckpt")):
         adds = AddsGroup()
-        trainer = Trainer(
-            strategy=ZeROStrategy(stage=2),
-            accelerator="cpu",
-            devices=1,
-            max_epochs=epochs,
-            callbacks=[adds],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        trainer = trainer_of_one_process(2, epochs, [adds])
         trainer.fit(Backbone(), DataLoader(torch.ones(4, 3), 2), ckpt_path=ckpt_path)
         trainer.save_checkpoint("a.ckpt")
         numbers.append(adds.num_states)
     return numbers
 
 
+LEFT_BY_LIGHTNING = ("env", "port", "process_group")
+
+
 def test_states_of_a_group_that_a_callback_adds_anew() -> None:
-    left = ("env", "port", "process_group")  # by Lightning
-    assert run(group_that_is_added_before_states_are_loaded, allow=left) == [0, 4]
+    assert run(group_that_is_added_before_states_are_loaded, allow=LEFT_BY_LIGHTNING) == [0, 4]
+
+
+class Scale(nn.Module):
+    """A layer without ``reset_parameters``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((3,), 2.0))
+
+    def forward(self, x: Any) -> Any:
+        return self.scale * x
+
+
+class FailsLater(Backbone):
+    """Fails in the second batch, as long as ``fails`` is set. Some layers are within a block."""
+
+    fails = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone: Any = nn.Sequential(nn.Linear(3, 3), Scale())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.fails and batch_idx == 1:
+            raise ValueError("bad batch")
+        return super().training_step(batch, batch_idx)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.training_step(batch, batch_idx)
+
+
+def runs_without_values() -> list[str]:
+    """What a model says that a failed run has left without values, and one that was built on ``meta``."""
+    model, data, said = FailsLater(), DataLoader(torch.ones(4, 3), 2), []
+    before = trainer_of_one_process(3, epochs=0)
+    before.fit(model, data)
+    before.save_checkpoint("a.ckpt")
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match="bad batch"):
+        trainer_of_one_process(3).fit(model, data)
+    around, bare = FailsLater(), FailsLater().to("meta")
+    around.backbone = model.backbone
+    for call, lacking in ((Trainer.fit, model), (Trainer.test, model), (Trainer.fit, around), (Trainer.fit, bare)):
+        lacking.fails = False
+        with pytest.raises(ValueError, match="or load a checkpoint that has it") as error:
+            call(trainer_of_one_process(3), lacking, data)
+        said.append(str(error.value).partition(". ")[0])
+    for lacking in (model, FailsLater().to("meta")):
+        lacking.fails = False
+        trainer_of_one_process(3).test(lacking, data, ckpt_path="a.ckpt", verbose=False)
+        assert all(torch.equal(zero_job.whole(value), saved[name]) for name, value in lacking.state_dict().items())
+    return said
+
+
+def test_a_model_that_a_failed_run_has_left_without_values_needs_a_checkpoint() -> None:
+    lost = "has no values: an earlier run with stage=3 that had divided it has failed"
+    assert run(runs_without_values, allow=LEFT_BY_LIGHTNING) == [
+        *[f"weight of backbone.0 {lost}"] * 3,
+        "scale of backbone.1 is on the meta device, but Scale has no method reset_parameters to initialise it",
+    ]
 
 
 def start_job(*arguments: str, **kwargs: Any) -> Script:
