@@ -324,6 +324,22 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         """Make the backward pass of this loss reduce gradients, unless more gradients are accumulated first."""
         self._running().follow(closure_loss, communicate=self.averages_gradients)
 
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Run a backward pass. If it fails, the gradients are such that training can continue."""
+        try:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        except Exception:  # an interrupt or the loss of a rank ends the run, and must not wait for the other ranks
+            self._end_failed_pass()
+            raise
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """End a pass whose error ``backward`` of the model has caught."""
+        self._end_failed_pass()
+
+    def _end_failed_pass(self) -> None:
+        if isinstance(self._sharded, ShardedOptimizers):
+            self._sharded.reducer.end_failed_pass()
+
     def post_optimizer_step(self, optimizer: Optimizer) -> None:
         """Send the new values of the parameters from their owners to all ranks."""
         if self._sharded is None:

@@ -74,6 +74,15 @@ class Bucket:
             self._set_aside[parameter], parameter.grad = parameter.grad, None
 
     @torch.no_grad()
+    def put_back(self, size: int) -> None:
+        """Set gradients to the averages that were set aside, plus the share of this rank of ``size`` in the next."""
+        for parameter, average in self._set_aside.items():
+            if parameter.grad is not None:
+                average.add_(parameter.grad, alpha=1 / size)
+            parameter.grad = average
+        self._set_aside.clear()
+
+    @torch.no_grad()
     def take_grads(self, wanted: Sequence[Tensor], *, marked: bool) -> list[Tensor]:
         """Move gradients into buffers.
 

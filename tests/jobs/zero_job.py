@@ -187,8 +187,8 @@ def watched(ranks: int) -> dict[str, Any]:
     options = {name: OPTIONS[name] for name in ("stage 1", "stage 2", "stage 2, overlap, views")}
     case = Case(odd.Watching, lambda: {"accumulate_grad_batches": 3, "max_epochs": 1})
     seen = {name: fit(case, ZeROStrategy(**option), ranks)[0].seen for name, option in options.items()}
-    for name, make in {"bare": odd.BareBackward, "known": odd.ManualBackward}.items():
-        model, _ = fit(Case(make), ZeROStrategy(stage=2), ranks)
+    for name, make in {"bare": odd.BareBackward, "known": odd.ManualBackward, "failed": odd.FailedBackward}.items():
+        model, _ = fit(Case(make), ZeROStrategy(stage=2, bucket_cap_mb=1e-4), ranks)
         seen[name] = [p.detach() for p in model.parameters()]
     return seen
 
