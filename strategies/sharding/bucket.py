@@ -75,7 +75,10 @@ class Bucket:
 
     @torch.no_grad()
     def put_back(self, size: int) -> None:
-        """Set gradients to the averages that were set aside, plus the share of this rank of ``size`` in the next."""
+        """Set gradients to the averages that were set aside, after a pass that failed.
+
+        A gradient of that pass is added with the weight that it would have in an average over ``size`` ranks.
+        """
         for parameter, average in self._set_aside.items():
             if parameter.grad is not None:
                 average.add_(parameter.grad, alpha=1 / size)

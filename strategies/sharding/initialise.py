@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from strategies.common.initialisation import initialiser, own_tensors, seeded_by_name
 
-without_values: WeakSet[nn.Module] = WeakSet()
+lost_values: WeakSet[nn.Module] = WeakSet()
 """Modules whose parameters are on the ``meta`` device because a run that had divided them has failed."""
 
 
@@ -22,10 +22,10 @@ def only_in_checkpoints(model: nn.Module) -> dict[str, str]:
     found = {}
     for path, module in model.named_modules():
         lacking = {name: tensor for name, tensor in own_tensors(module).items() if tensor.is_meta}
-        if not lacking or (module not in without_values and initialiser(model, path) is not None):
+        if not lacking or (module not in lost_values and initialiser(model, path) is not None):
             continue
         kind = type(module).__name__
-        if module in without_values:
+        if module in lost_values:
             why, mend = "has no values: an earlier run with stage=3 that had divided it has failed", "Build a new model"
         else:
             why = f"is on the meta device, but {kind} has no method reset_parameters to initialise it"

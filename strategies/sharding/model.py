@@ -33,7 +33,7 @@ from strategies.common.torch_compat import (
     undo_fully_shard,
 )
 from strategies.common.transformers_compat import lists_of_blocks
-from strategies.sharding.initialise import give_values, only_in_checkpoints, without_values
+from strategies.sharding.initialise import give_values, lost_values, only_in_checkpoints
 from strategies.sharding.rows import gather_rows, own_rows
 
 _BROADCAST_BYTES = 250 * 2**20
@@ -253,7 +253,7 @@ class ShardedModel:
         }
         for module, name, original in self._slots:
             module._parameters[name] = lost[original]
-            without_values.add(module)
+            lost_values.add(module)
 
     def _restore(self) -> None:
         self.is_divided = False
@@ -365,6 +365,8 @@ class ShardedModel:
 
     def with_rows(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a state dict to load, in which this rank's rows replace the parameters.
+
+        Tensors in the state dict no longer count as lacking values.
 
         Args:
             state: The state dict of the whole model. Its tensors may already be divided.
