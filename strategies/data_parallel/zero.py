@@ -55,6 +55,7 @@ from strategies.lightning.strategy_plugin import StrategyPlugin
 from strategies.optim.calls import MethodCall, follow_methods
 from strategies.optim.restricted import check_optimizer_states, parameters_of
 from strategies.optim.trial import check_by_element, check_divisible
+from strategies.pipeline.state.stand_ins import without_meta_tensors
 from strategies.sharding.model import ShardedModel
 from strategies.sharding.optimizers import ShardedOptimizers
 from strategies.sharding.row_optimizers import RowOptimizers, check_parameters
@@ -237,11 +238,7 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         if self._divided is None or self._divided.model is not model:
             with as_misconfiguration():
                 self._divided = ShardedModel(
-                    model,
-                    *self._groups,
-                    device=self.root_device,
-                    find_unused=self._find_unused,
-                    has_checkpoint=model.trainer.ckpt_path is not None,
+                    model, *self._groups, device=self.root_device, find_unused=self._find_unused
                 )
             set_device(model, self.root_device)
         return _CalledModule(model)
@@ -326,6 +323,22 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Make the backward pass of this loss reduce gradients, unless more gradients are accumulated first."""
         self._running().follow(closure_loss, communicate=self.averages_gradients)
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Run a backward pass. If it fails, the gradients are such that training can continue."""
+        try:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        except Exception:  # an interrupt or the loss of a rank ends the run, and must not wait for the other ranks
+            self._end_failed_pass()
+            raise
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """End a pass whose error ``backward`` of the model has caught."""
+        self._end_failed_pass()
+
+    def _end_failed_pass(self) -> None:
+        if isinstance(self._sharded, ShardedOptimizers):
+            self._sharded.reducer.end_failed_pass()
 
     def post_optimizer_step(self, optimizer: Optimizer) -> None:
         """Send the new values of the parameters from their owners to all ranks."""
@@ -446,12 +459,11 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
             self._sharded.close()
         if not dist.is_initialized():  # a rank has failed, and the groups have ended
             self._groups = self._saving_group = self._states = None
-        try:
+        if has_failed and divided is not None:
+            divided.give_up()
+            self._divided = None
+        with without_meta_tensors(model) if model is not None else nullcontext():
             super().teardown()
-        finally:
-            if has_failed and divided is not None:
-                divided.give_up()
-                self._divided = None
 
     def _running(self) -> ShardedOptimizers | RowOptimizers:
         if self._sharded is None:

@@ -74,6 +74,18 @@ class Bucket:
             self._set_aside[parameter], parameter.grad = parameter.grad, None
 
     @torch.no_grad()
+    def put_back(self, size: int) -> None:
+        """Set gradients to the averages that were set aside, after a pass that failed.
+
+        A gradient of that pass is added with the weight that it would have in an average over ``size`` ranks.
+        """
+        for parameter, average in self._set_aside.items():
+            if parameter.grad is not None:
+                average.add_(parameter.grad, alpha=1 / size)
+            parameter.grad = average
+        self._set_aside.clear()
+
+    @torch.no_grad()
     def take_grads(self, wanted: Sequence[Tensor], *, marked: bool) -> list[Tensor]:
         """Move gradients into buffers.
 

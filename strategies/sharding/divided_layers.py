@@ -63,7 +63,7 @@ class TensorGroup:
     def of_first(self, tensor: Tensor) -> Tensor:
         """Return the tensor of the first rank."""
         message = tensor.detach().to("cpu", copy=True).contiguous()
-        work = self._group.broadcast(message, 0)
+        work = self._group.broadcast(_bytes(message), 0)
         self._wait(work.wait)
         return message.to(tensor.device)
 
@@ -74,11 +74,16 @@ class TensorGroup:
         message = tensor.detach().cpu().contiguous()
         received = [torch.empty_like(message) for _ in range(self.size)]
         self._note("sent", message)
-        work = self._group.allgather([received], [message])
+        work = self._group.allgather([[*map(_bytes, received)]], [_bytes(message)])
         self._wait(work.wait)
         for part in received:
             self._note("received", part)
         return [part.to(tensor.device) for part in received]
+
+
+def _bytes(message: Tensor) -> Tensor:
+    """Return a view of a message, since gloo sends few dtypes."""
+    return message.flatten().view(torch.uint8)
 
 
 _LISTED = 5
@@ -550,7 +555,7 @@ class DividedModel:
             RuntimeError: If the values of a parameter differ.
         """
         names = [name for name in weights if name not in self.parts]
-        norms = [torch.linalg.vector_norm(weights[name].flatten()) for name in names]
+        norms = [_norm(weights[name]) for name in names]
         place = _first_different(norms, [weights[name].dtype for name in names], group)
         if place is not None:
             raise RuntimeError(
@@ -774,13 +779,24 @@ _SIZES: Mapping[str, Sequence[str]] = {"columns": ("out_features", "nf"), "rows"
 """The attributes with the divided size of an ``nn.Linear`` and of a ``Conv1D`` of ``transformers``, by style."""
 
 
+def _norm(value: Tensor) -> Tensor:
+    """Return the 2-norm of a tensor of any dtype; torch has none of integers and of ``float8``."""
+    is_known = value.is_complex() or (value.is_floating_point() and value.itemsize > 1)
+    return torch.linalg.vector_norm((value if is_known else value.to(torch.float64)).flatten())
+
+
+def _rounding(dtype: torch.dtype) -> float:
+    """Return the relative difference that rounding may cause."""
+    return torch.finfo(dtype).eps ** 0.5 if dtype.is_floating_point or dtype.is_complex else 0.0
+
+
 def _first_different(norms: Sequence[Tensor], dtypes: Sequence[torch.dtype], group: TensorGroup) -> int | None:
     """Return the place of the first norm that differs between ranks by more than rounding; ``None`` if none does."""
     own = torch.tensor([norm.item() for norm in norms], dtype=torch.float64)
     first, *others = group.parts(own)
     for place, dtype in enumerate(dtypes):
         for other in others:
-            if not torch.isclose(first[place], other[place], torch.finfo(dtype).eps ** 0.5, 0.0, equal_nan=True):
+            if not torch.isclose(first[place], other[place], _rounding(dtype), 0.0, equal_nan=True):
                 return place
     return None
 

@@ -1,32 +1,41 @@
 """Initialise models built on the ``meta`` device unit by unit, so that no process holds the whole model."""
 
 from collections.abc import Collection
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from strategies.common.initialisation import initialiser, own_tensors, seeded_by_name
 
+lost_values: WeakSet[nn.Module] = WeakSet()
+"""Modules whose parameters are on the ``meta`` device because a run that had divided them has failed."""
 
-def check_initial_values(model: nn.Module, *, has_checkpoint: bool) -> None:
-    """Check that every module on the ``meta`` device can be given values.
 
-    Args:
-        model: The model.
-        has_checkpoint: Whether parameters and persistent buffers are loaded afterwards.
+def only_in_checkpoints(model: nn.Module) -> dict[str, str]:
+    """Return why tensors on the ``meta`` device get values from a checkpoint only, by name in the state dict.
 
     Raises:
-        ValueError: If a module cannot be given values.
+        ValueError: If such a tensor is not in the state dict.
     """
-    loaded = set(model.state_dict(keep_vars=True).values()) if has_checkpoint else set()
+    state = {tensor: name for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
+    found = {}
     for path, module in model.named_modules():
-        lacking = [name for name, tensor in own_tensors(module).items() if tensor.is_meta and tensor not in loaded]
-        if lacking and initialiser(model, path) is None:
-            kind = type(module).__name__
-            raise ValueError(
-                f"{lacking[0]} of {path or kind} is on the meta device, but {kind} has no method reset_parameters to "
-                "initialise it. Add this method, or build the module on a real device."
-            )
+        lacking = {name: tensor for name, tensor in own_tensors(module).items() if tensor.is_meta}
+        if not lacking or (module not in lost_values and initialiser(model, path) is not None):
+            continue
+        kind = type(module).__name__
+        if module in lost_values:
+            why, mend = "has no values: an earlier run with stage=3 that had divided it has failed", "Build a new model"
+        else:
+            why = f"is on the meta device, but {kind} has no method reset_parameters to initialise it"
+            mend = "Add this method"
+        for name, tensor in lacking.items():
+            reason = f"{name} of {path or kind} {why}. {mend}, or load a checkpoint that has it."
+            if tensor not in state:
+                raise ValueError(reason)
+            found[state[tensor]] = reason
+    return found
 
 
 def give_values(model: nn.Module, modules: Collection[nn.Module], device: torch.device) -> None:

@@ -33,7 +33,7 @@ from strategies.common.torch_compat import (
     undo_fully_shard,
 )
 from strategies.common.transformers_compat import lists_of_blocks
-from strategies.sharding.initialise import check_initial_values, give_values
+from strategies.sharding.initialise import give_values, lost_values, only_in_checkpoints
 from strategies.sharding.rows import gather_rows, own_rows
 
 _BROADCAST_BYTES = 250 * 2**20
@@ -165,11 +165,10 @@ class ShardedModel:
         host_group: The same ranks, on gloo.
         device: The device of this rank.
         find_unused: Backward passes may leave out parameters, and these may differ between ranks.
-        has_checkpoint: Whether weights are loaded afterwards, so that tensors on the ``meta`` device need no initial
-            values.
 
     Raises:
-        ValueError: If the model cannot be divided. It is then unchanged.
+        ValueError: If the model cannot be divided. It is then unchanged. Also a call of the model raises it, if a
+            checkpoint was to give values to a tensor and has not been loaded.
     """
 
     def __init__(
@@ -180,10 +179,9 @@ class ShardedModel:
         *,
         device: torch.device,
         find_unused: bool,
-        has_checkpoint: bool = False,
     ) -> None:
         check_model(model)
-        check_initial_values(model, has_checkpoint=has_checkpoint)
+        lacking = only_in_checkpoints(model)
         _check_same_model(model, host_group)
         self.model, self.is_divided = model, True
         self._find_unused, self._host_group = find_unused, host_group
@@ -198,6 +196,8 @@ class ShardedModel:
         self._had_gradient: set[Tensor] = set()
         self._calls: list[int] = []
         self._depth, self._in_training_step = 0, False
+        self._lacking = lacking
+        """Why tensors have no values until a checkpoint is loaded, by name."""
         for number, unit in enumerate([*find_blocks(model).values(), model]):
             self._shard(unit, number, device)
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
@@ -253,6 +253,7 @@ class ShardedModel:
         }
         for module, name, original in self._slots:
             module._parameters[name] = lost[original]
+            lost_values.add(module)
 
     def _restore(self) -> None:
         self.is_divided = False
@@ -302,6 +303,8 @@ class ShardedModel:
 
     def _begin_call(self, *args: Any) -> None:
         self._depth += 1
+        for reason in self._lacking.values():
+            raise ValueError(reason)
 
     def _end_call(self, *args: Any) -> None:
         """Release the parameters of the root at the end of the outermost call: changes of them would be lost."""
@@ -363,10 +366,13 @@ class ShardedModel:
     def with_rows(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a state dict to load, in which this rank's rows replace the parameters.
 
+        Tensors in the state dict no longer count as lacking values.
+
         Args:
             state: The state dict of the whole model. Its tensors may already be divided.
         """
         result = dict(state)
+        self._lacking = {name: reason for name, reason in self._lacking.items() if name not in state}
         for name, p in self.parameters.items():
             whole = state.get(name)
             if isinstance(whole, Tensor) and whole.shape == p.shape:

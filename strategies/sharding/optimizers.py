@@ -138,10 +138,9 @@ class ShardedOptimizers:
         if self._whole:
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
         norms = norms_of_gradients(parameters, norm_type)
-        kind = next((norm for norm in norms if norm is not None), torch.zeros((), device=parameters[0].device))
-        table = torch.zeros(
-            2, len(parameters), dtype=torch.promote_types(kind.dtype, torch.float32), device=kind.device
-        )
+        # The same on every rank, whichever gradients it has.
+        dtype = torch.float64 if any(p.dtype.to_real() == torch.float64 for p in parameters) else torch.float32
+        table = torch.zeros(2, len(parameters), dtype=dtype, device=parameters[0].device)
         for number, norm in enumerate(norms):
             if norm is not None:
                 table[:, number] = torch.stack([norm.to(table), table.new_ones(())])

@@ -9,6 +9,7 @@ has no owners and no callback after a bucket.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
@@ -79,6 +80,19 @@ class Reducer:
             # The hook runs when the pass begins, and makes autograd call the reducer at the end of the pass.
             loss.register_hook(lambda _: self._enter_pass() if communicate else self._check_accumulation())
 
+    def end_failed_pass(self) -> None:
+        """Leave gradients as in one process, if an error has ended the backward pass.
+
+        What was sent is reduced, so that no message is left for a later pass. Other gradients stay those of this rank.
+        After a pass that has ended well, this does nothing.
+        """
+        self._pass = None
+        with suppress(RuntimeError):  # a connection was lost; the error of the pass says more
+            self._in_flight.drain()
+        self._in_flight.forget()
+        for bucket in self._buckets:
+            bucket.put_back(self._exchange.size)
+
     def complete(self, parameters: Iterable[Tensor]) -> None:
         """Reduce gradients of parameters that earlier backward passes have only accumulated.
 
@@ -101,7 +115,6 @@ class Reducer:
         call_at_end_of_backward(self._finish)
 
     def _start(self, is_reduced: Callable[[Tensor], bool], *, marked: bool) -> None:
-        self._in_flight.forget()  # operations of a pass that failed
         self._prepare()
         self._marked, self._next = marked, 0
         self._wanted = {bucket: [*filter(is_reduced, bucket.parameters)] for bucket in self._buckets}

@@ -53,7 +53,7 @@ class Exchange:
     """
 
     def __init__(self, group: ProcessGroup) -> None:
-        self._group, self._rank, self._size = group, group.rank(), group.size()
+        self._group, self._rank, self.size = group, group.rank(), group.size()
 
     def start_average(
         self, pieces: Sequence[Tensor], owner: int | None, number: int
@@ -86,7 +86,7 @@ class Exchange:
         if pieces[0].is_cuda:
             collective = [dist.broadcast(p, owner, group=self._group, async_op=True) for p in pieces]
             return partial(_finished, collective, pieces, None)
-        others = [rank for rank in range(self._size) if rank != self._rank]
+        others = [rank for rank in range(self.size) if rank != self._rank]
         works = (
             [self._group.send([p], rank, number * _PIECES + n) for n, p in enumerate(pieces) for rank in others]
             if owner == self._rank
@@ -97,7 +97,7 @@ class Exchange:
     def _start_collective(self, pieces: Sequence[Tensor], owner: int | None) -> Callable[[], Sequence[Tensor] | None]:
         works = []
         for piece in pieces:
-            piece.mul_(1 / self._size)
+            piece.mul_(1 / self.size)
             works.append(
                 dist.all_reduce(piece, group=self._group, async_op=True)
                 if owner is None
@@ -107,7 +107,7 @@ class Exchange:
 
     def _start_receiving(self, pieces: Sequence[Tensor], number: int) -> Callable[[], Sequence[Tensor]]:
         """Receive buffers, and add them to the first received buffer, because gradients may share memory."""
-        others = [rank for rank in range(self._size) if rank != self._rank]
+        others = [rank for rank in range(self.size) if rank != self._rank]
         arriving = [[torch.empty_like(piece) for _ in others] for piece in pieces]
         works = [
             self._group.recv([buffer], rank, number * _PIECES + n)
@@ -121,9 +121,9 @@ class Exchange:
             for own, arrived in zip(pieces, arriving, strict=True):
                 total, *more = [*arrived, own]
                 if more:
-                    total.mul_(1 / self._size)
+                    total.mul_(1 / self.size)
                 for summand in more:
-                    total.add_(summand, alpha=1 / self._size)
+                    total.add_(summand, alpha=1 / self.size)
                 totals.append(total)
             return totals
 

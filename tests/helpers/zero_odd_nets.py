@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 from zero_nets import WIDTH, Manual, Net
@@ -115,6 +116,28 @@ class ManualBackward(Manual):
         self.manual_backward(self.loss(batch))
         for optimizer in self.optimizers():
             optimizer.step()
+
+
+class FailedBackward(Manual):
+    """What :class:`ManualBackward` does, after passes that have failed on every rank when some gradients were sent."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        for fails in (False, True, False):
+            if not fails:
+                for optimizer in self.optimizers():
+                    optimizer.zero_grad()
+            x = self.norm(self.first(batch[0])).tanh()
+            if fails:
+                x.register_hook(self.fail)
+            try:
+                self.manual_backward(mse_loss(self.last(self.frozen(x + self.second(x))), batch[1]))
+            except ValueError:
+                assert fails
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+    def fail(self, grad: Tensor) -> None:
+        raise ValueError("bad gradient")
 
 
 class ClipsWhich(Manual):

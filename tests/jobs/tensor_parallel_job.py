@@ -148,9 +148,20 @@ def gpt2(dropout: float = 0.0) -> Language:
     return WithPlan(GPT2LMHeadModel(GPT2Config(**sizes, **others)))
 
 
+class OddTypes(WithPlan):
+    """With parameters and buffers that are not floating-point numbers, in a layer and outside."""
+
+    def __init__(self, model: nn.Module, layer: nn.Module) -> None:
+        super().__init__(model)
+        for module in (self, layer):
+            module.fixed = nn.Parameter(torch.arange(3).to(torch.int16), requires_grad=False)
+            module.register_buffer("numbers", torch.arange(3).to(torch.uint16))
+
+
 def bert() -> Language:
     none = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
-    return WithPlan(BertForMaskedLM(BertConfig(**SIZES, **none)))
+    model = BertForMaskedLM(BertConfig(**SIZES, **none))
+    return OddTypes(model, model.bert.encoder.layer[2])
 
 
 MODELS: dict[str, Callable[[], Language]] = {

@@ -85,6 +85,7 @@ CASES = {
     "no elements": Case(nets.WithoutElements),
     "initial state": Case(nets.InitialState),
     "types": Case(nets.MixedTypes),
+    "types, clipped": Case(nets.MixedTypes, lambda: {"gradient_clip_val": 0.01}),
     "bf16-mixed": Case(nets.Float32, lambda: {"precision": "bf16-mixed"}),
     "16-mixed": Case(nets.Infinite, scaled),
     "16-mixed, clipped": Case(nets.Infinite, lambda: {**scaled(), "gradient_clip_val": 0.01}),
@@ -105,12 +106,13 @@ CASES = {
     "blocks, clipped by the largest": Case(blocks.ClipsByLargest),
     "blocks left out": Case(blocks.LeavesOutBlock, strategy={"find_unused_parameters": True}),
 }
-NOT_BY_ROWS = ("manual", "unused", "no elements", "types", "no optimizer", "own step")
+NOT_BY_ROWS = ("manual", "unused", "no elements", "types", "types, clipped", "no optimizer", "own step")
 """Cases that stage 3 refuses."""
 SOME = {name: list(OPTIONS)[1:6:4] for name in ("groups and schedulers", "accumulated", "manual")}
 SOME["added before a step"] = ["stage 2, overlap, views"]
 SOME["frozen and accumulated"] = ["stage 2, overlap"]
 SOME["modes"] = ["stage 2, overlap"]
+SOME["types, clipped"] = ["stage 2"]
 SOME["blocks"] = ["stage 3"]
 ALL = {name: [option for option in OPTIONS if option != "stage 3" or name not in NOT_BY_ROWS] for name in CASES}
 ALL.update({name: ["stage 3"] for name in ALL if name.startswith("blocks")})
@@ -185,8 +187,8 @@ def watched(ranks: int) -> dict[str, Any]:
     options = {name: OPTIONS[name] for name in ("stage 1", "stage 2", "stage 2, overlap, views")}
     case = Case(odd.Watching, lambda: {"accumulate_grad_batches": 3, "max_epochs": 1})
     seen = {name: fit(case, ZeROStrategy(**option), ranks)[0].seen for name, option in options.items()}
-    for name, make in {"bare": odd.BareBackward, "known": odd.ManualBackward}.items():
-        model, _ = fit(Case(make), ZeROStrategy(stage=2), ranks)
+    for name, make in {"bare": odd.BareBackward, "known": odd.ManualBackward, "failed": odd.FailedBackward}.items():
+        model, _ = fit(Case(make), ZeROStrategy(stage=2, bucket_cap_mb=1e-4), ranks)
         seen[name] = [p.detach() for p in model.parameters()]
     return seen
 

@@ -1,14 +1,17 @@
 """How a plan divides the layers of a model, in one process; ``test_tensor_parallel_runs.py`` trains with it."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from strategies.sharding.divided_layers import PlannedModel, TensorPart
+from strategies.sharding.divided_layers import PlannedModel, TensorGroup, TensorPart
 
 
 class Block(nn.Module):
@@ -182,3 +185,44 @@ def test_tensors_without_values() -> None:
         model = Words()
     with pytest.raises(ValueError, match=r"blocks\.0\.up\.weight has no values yet.*Build the model outside of"):
         PlannedModel(model, PLAN, 0, 2)
+
+
+def on_two_ranks(function: Callable[[TensorGroup], Any]) -> list[Any]:
+    """Call a function in two threads, which are the ranks of a group."""
+    store = dist.HashStore()
+
+    def call(rank: int) -> Any:
+        return function(TensorGroup(dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=30))))
+
+    with ThreadPoolExecutor(2) as threads:
+        return [*threads.map(call, range(2))]
+
+
+ODD_DTYPES = (torch.int16, torch.uint16, torch.bool, torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("dtype", (*ODD_DTYPES, torch.bfloat16, torch.complex64), ids=str)
+def test_tensors_of_every_dtype_reach_the_other_ranks(dtype: torch.dtype) -> None:
+    values = [torch.tensor([[0, 1], [1, 1]]).to(dtype), torch.tensor([[1, 1], [0, 0]]).to(dtype)]
+
+    def exchanged(group: TensorGroup) -> list[Tensor]:
+        own = values[group.rank]
+        return [group.of_first(own), *group.parts(own.T)]
+
+    for first, *parts in on_two_ranks(exchanged):
+        for received, sent in zip((first, *parts), (values[0], *(value.T for value in values)), strict=True):
+            assert received.dtype == dtype and torch.equal(received.to(torch.complex128), sent.to(torch.complex128))
+
+
+@pytest.mark.parametrize("dtype", ODD_DTYPES, ids=str)
+def test_whole_parameters_of_every_dtype_are_compared(dtype: torch.dtype) -> None:
+    def compared(group: TensorGroup, differs: bool) -> None:
+        model = Words()
+        model.fixed = nn.Parameter(torch.tensor([0, group.rank * differs]).to(dtype), requires_grad=False)
+        divided = PlannedModel(model, HEAD, group.rank, 2)
+        assert divided.first_different([*model.parameters()], {}, group) is None
+        divided.check_equal({"fixed": model.fixed.detach()}, group)
+
+    on_two_ranks(lambda group: compared(group, False))
+    with pytest.raises(RuntimeError, match="the pipelines of tensor_parallel_size have trained fixed, of which each"):
+        on_two_ranks(lambda group: compared(group, True))
