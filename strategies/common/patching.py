@@ -3,11 +3,12 @@
 import random
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from operator import is_
+from pathlib import Path
 from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -58,7 +59,8 @@ def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
     """
     listed = list(modules)
     buffers = [module._buffers for module in listed]
-    restores = _saved_all([vars(module) for module in listed], buffers)
+    packages = {_package_of(type(module).__module__) for module in listed}
+    restores = _saved_all([vars(module) for module in listed], buffers, packages)
     copies: dict[int, Tensor] = {}
     try:
         for of_module in buffers:
@@ -71,18 +73,23 @@ def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
             restore()
 
 
-def _saved_all(roots: Iterable[Any], leaves: Iterable[Any]) -> list[Restore]:
+def _saved_all(roots: Iterable[Any], leaves: Iterable[Any], packages: Collection[str]) -> list[Restore]:
     """Return functions that restore the roots, the leaves, and everything that the roots refer to.
 
     What the leaves refer to is not restored.
+
+    Args:
+        roots: Objects.
+        leaves: Objects.
+        packages: Packages that are user code even if they are installed.
     """
     found: dict[int, Any] = {id(leaf): leaf for leaf in leaves}  # holds the values, so that no id is used again
-    restores = [restore for leaf in found.values() if (restore := _saved(leaf)[0]) is not None]
+    restores = [restore for leaf in found.values() if (restore := _saved(leaf, packages)[0]) is not None]
     waiting = list(roots)
     while waiting:
         value = waiting.pop()
         if type(value) not in _PLAIN and id(value) not in found:
-            restore, referents = _saved(value)
+            restore, referents = _saved(value, packages)
             if restore is not None:
                 restores.append(restore)
             if restore is not None or referents:
@@ -91,15 +98,15 @@ def _saved_all(roots: Iterable[Any], leaves: Iterable[Any]) -> list[Restore]:
     return restores
 
 
-def _saved(value: Any) -> tuple[Restore | None, list[Any]]:
+def _saved(value: Any, packages: Collection[str]) -> tuple[Restore | None, list[Any]]:
     """Return a function that restores a value, or ``None`` if it cannot change, and the values that it refers to."""
     kind = type(value)
     if issubclass(kind, _CONTAINERS):
         base = next(base for base in _CONTAINERS if issubclass(kind, base))
         items = _contents(base, value)
-        return partial(_restore_contents, base, value, items), items + _attributes(value)
+        return partial(_restore_contents, base, value, items), items + _attributes(value, packages)
     if issubclass(kind, tuple):
-        return None, [*tuple.__iter__(value), *_attributes(value)]
+        return None, [*tuple.__iter__(value), *_attributes(value, packages)]
     if kind is Tensor and not value.is_meta:
         return partial(_restore_tensor, value, value.detach().clone(), num_changes(value)), []
     if kind is numpy.ndarray and value.flags.writeable:
@@ -108,24 +115,25 @@ def _saved(value: Any) -> tuple[Restore | None, list[Any]]:
         return None, [value.__self__]
     if kind is FunctionType:
         held = [value.__closure__, value.__defaults__, value.__kwdefaults__, vars(value)]
-        return None, held if _is_users(value) else []
+        return None, held if _is_user_code(value, packages) else []
     if issubclass(kind, partial):
-        return None, [value.func, *([value.args, value.keywords] if _is_users(value.func) else [])]
-    return _restoring_generator(value), _attributes(value)
+        return None, [value.func, *([value.args, value.keywords] if _is_user_code(value.func, packages) else [])]
+    return _restoring_generator(value), _attributes(value, packages)
 
 
-def _attributes(value: Any) -> list[Any]:
+def _attributes(value: Any, packages: Collection[str]) -> list[Any]:
     """Return the dict with the attributes of an object of user code, in a list; an empty list for any other object."""
     kind = type(value)
-    if not kind.__dictoffset__ or issubclass(kind, type | ModuleType) or not _is_users(kind):
+    if not kind.__dictoffset__ or issubclass(kind, type | ModuleType) or not _is_user_code(kind, packages):
         return []
     return [vars(value)]
 
 
-def _is_users(made: Any) -> bool:
+def _is_user_code(made: Any, packages: Collection[str]) -> bool:
     """Return whether a function, a method, a class, or the class of any other object is user code.
 
-    User code is neither from the standard library nor from one of ``_LIBRARIES``, and has no base class from these.
+    User code is neither from the standard library, nor from an installed package other than ``packages``, nor from one
+    of ``_LIBRARIES``. It has no base class from the latter.
     """
     made = made.__func__ if isinstance(made, MethodType) else made
     if isinstance(made, FunctionType):
@@ -133,9 +141,21 @@ def _is_users(made: Any) -> bool:
     else:
         made = made if isinstance(made, type) else type(made)
         names = [base.__module__ for base in made.__mro__]
-    packages = [str(name).partition(".")[0] for name in names]
-    is_standard = packages[0] in sys.stdlib_module_names and made is not SimpleNamespace
-    return not is_standard and _LIBRARIES.isdisjoint(packages)
+    own, *bases = map(_package_of, names)
+    if own in sys.stdlib_module_names:
+        return made is SimpleNamespace
+    return _LIBRARIES.isdisjoint([own, *bases]) and (own in packages or not _is_installed(own))
+
+
+def _package_of(name: Any) -> str:
+    return str(name).partition(".")[0]
+
+
+@cache
+def _is_installed(package: str) -> bool:
+    """Return whether a package is in a directory of installed packages."""
+    file = getattr(sys.modules.get(package), "__file__", None)
+    return file is not None and not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
 def _contents(base: Any, container: Any) -> list[Any]:

@@ -791,7 +791,7 @@ class Pipeline(NotCopyable):
         )
 
     def _other_modules(self) -> list[nn.Module]:
-        """The modules of the model outside of the pipelined module, but no metrics, which only ever add values."""
+        """The modules of the model outside of the pipelined module, but no metrics, which only accumulate values."""
         inside = set(self.module.modules())
         modules = self._model.modules() if self._model is not None else ()
         return [module for module in modules if module not in inside and not isinstance(module, Metric)]

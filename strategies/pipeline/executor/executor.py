@@ -24,15 +24,16 @@ from torch import Tensor, nn
 
 from strategies.common.autograd import with_backward
 from strategies.common.joined_lists import layers_now, lists_of
-from strategies.common.stage_layers import StageLayers, describe
+from strategies.common.stage_layers import StageLayers
 from strategies.pipeline.control.client import Failures, NotCopyable, RemoteStage, leading
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.optim.replicas import Averaging
 from strategies.pipeline.schedule.operations import Result, Row, UserCode
 from strategies.pipeline.schedule.program import ProgramPart, Programs
+from strategies.pipeline.schedule.tables import Action
 from strategies.pipeline.stage.edges import Edges, Mailbox, tensors_of
-from strategies.pipeline.stage.layers import Flags, PassContext
+from strategies.pipeline.stage.layers import PassContext
 from strategies.pipeline.stage.microbatch.split import NoChunk, merge, pack_objects, split, unpack_objects
 from strategies.pipeline.stage.passes import Pass
 from strategies.pipeline.stage.side_outputs import Placeholders, WithSideOutputs, with_graph
@@ -145,7 +146,7 @@ class Executor(NotCopyable):
         list_number: int = 0,
         like: Pass | None = None,
     ) -> Pass:
-        """Start a pass, and queue for every stage the changes since the last pass.
+        """Start a pass. Call :meth:`send_changes` before its first row.
 
         Args:
             microbatches: Number of micro-batches.
@@ -232,23 +233,20 @@ class Executor(NotCopyable):
 
     @contextmanager
     def unchanged_layers(self) -> Iterator[None]:
-        """Context for a training pass, which begins after its first micro-batch's code has run before the call.
+        """Context for a training pass. The code of its first micro-batch has already run up to the call.
 
         Raises:
-            RuntimeError: If user code changes layers within it: not all micro-batches run with the same values then.
+            RuntimeError: If user code changes layers of a worker within it. Micro-batches have then run with other
+                values than in one process.
         """
-        own, number = self._parts.stages[-1], len(self._parts.stages) - 1
-        flags = Flags.of(own)
         self.send_changes()
         yield
-        changed = [mirror.description for mirror in self.mirrors if mirror.has_changed()]
-        if Flags.of(own) != flags:
-            changed.append(describe(number, own))
-        if changed:
+        if changed := [mirror.description for mirror in self.mirrors if mirror.has_changed()]:
             raise RuntimeError(
-                f"training_step has changed a mode, requires_grad or an attribute of layers of {', '.join(changed)} "
-                "after the first micro-batch had entered them, so not all micro-batches have run with the same values. "
-                "Change it in on_train_batch_start or on_train_batch_end, or use schedule='gpipe'."
+                f"training_step has changed a mode, requires_grad, a buffer or an attribute of layers of "
+                f"{', '.join(changed)} after the first micro-batch had entered them, so not all micro-batches have run "
+                "with the same values. Make the change in on_train_batch_start or on_train_batch_end, or use "
+                "schedule='gpipe'."
             )
 
     def send_buffers(self) -> None:
@@ -488,7 +486,7 @@ class _BatchCode:
     def joins(self, row: Row, place: int) -> bool:
         return False
 
-    def around(self) -> AbstractContextManager[None]:
+    def around(self, action: Action) -> AbstractContextManager[None]:
         return self._executor.own_values()
 
 

@@ -22,7 +22,7 @@ Index letters: ``m`` micro-batch, ``i`` stage.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -195,7 +195,7 @@ class _MicrobatchCode:
         """Whether the last output of the last list has its graph."""
 
     def begin(self) -> None:
-        """Run the code of the first micro-batch before its call. What it changes in layers holds for the whole pass."""
+        """Run the code of the first micro-batch up to its call. What it changes in layers holds for the whole pass."""
         self._call(0, 0)
 
     def run(self, operation: UserCode | Result) -> None:
@@ -208,8 +208,11 @@ class _MicrobatchCode:
         else:
             self._answer(operation.microbatch, self._list_of[operation.stage])
 
-    def around(self) -> AbstractContextManager[None]:
-        return self._executor.own_values()
+    @contextmanager
+    def around(self, action: Action) -> Iterator[None]:
+        step = self._steps.get(action.microbatch)  # hooks of layers may set attributes of the model
+        with self._executor.own_values(), nullcontext() if step is None else step.own_attributes():
+            yield
 
     @contextmanager
     def abandoned_on_error(self) -> Iterator[None]:

@@ -10,12 +10,12 @@ attributes of modules that its code sets. Code that runs in between does not aff
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 from itertools import islice
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from greenlet import getcurrent, greenlet
@@ -127,61 +127,94 @@ _ABSENT = object()
 _Places = dict[tuple[int, str], tuple[dict[str, Any], Any]]
 """Names in dicts, with their values: by the address of the dict and the name."""
 
+_MANY = 1000
+"""A dict in an attribute with more entries is a store rather than the values of one step."""
 
-class _OwnAttributes:
-    """The attributes of modules, as the code of one step has set them before its call.
 
-    While the step runs, it sees these values. Otherwise the values are those that were set last.
+class _Part(NamedTuple):
+    """A dict that steps may change: attributes of a module, its buffers, or a dict in an attribute.
 
-    Args:
-        parts: The dicts with the attributes, and for each the number of entries at its beginning that never change.
-        suspended: Those of all suspended steps.
+    Attributes:
+        own: The dict.
+        start: How many entries at the beginning belong to every module. Of these, only the mode may change.
     """
 
-    def __init__(self, parts: Sequence[tuple[dict[str, Any], int]], suspended: "set[_OwnAttributes]") -> None:
+    own: dict[str, Any]
+    start: int
+
+    def read(self) -> tuple[list[str], list[Any]]:
+        """Return the names and the values."""
+        own, start = self
+        if not start:
+            return [*own], [*own.values()]
+        return (
+            ["training", *islice(own, start, None)],
+            [own["training"], *islice(own.values(), start, None)],
+        )
+
+
+def _parts_of(modules: Iterable[nn.Module]) -> Iterator[_Part]:
+    for module in modules:
+        own, number = vars(module), len(OF_EVERY_MODULE)
+        start = number if OF_EVERY_MODULE.issuperset(islice(own, number)) else 0
+        yield _Part(own, start)
+        for value in islice(own.values(), start, None):
+            if type(value) is dict and len(value) <= _MANY:
+                yield _Part(value, 0)
+        if start and module._buffers:
+            yield _Part(module._buffers, 0)
+
+
+class _OwnAttributes:
+    """The attributes of modules that belong to one step: those that its code sets up to its last call.
+
+    While code or layers run for the step, they see these values. Otherwise the values are those that were set last.
+
+    Args:
+        parts: Where the attributes are.
+        suspended: The attributes of all suspended steps.
+    """
+
+    def __init__(self, parts: Sequence[_Part], suspended: "set[_OwnAttributes]") -> None:
         self._parts, self._suspended, self._own = parts, suspended, _Places()
         self._last, self._before = _Places(), list[tuple[list[str], list[Any]]]()
 
     def put(self) -> None:
-        """Set the values of the step, which is about to run."""
+        """Set the values of the step."""
         self._suspended.discard(self)
         self._last = {key: (own, own.get(key[1], _ABSENT)) for key, (own, _) in self._own.items()}
         _set(self._own)
-        self._before = [([*islice(own, n, None)], [*islice(own.values(), n, None)]) for own, n in self._parts]
+        self._before = [part.read() for part in self._parts]
 
-    def take(self, *, has_called: bool) -> None:
-        """Note what the step has set. Values that it has not set again become those that were set last.
+    def take(self, *, is_suspended: bool, in_first_call: bool = False) -> None:
+        """Note what has been set for the step. Other values become those that were set last.
+
+        Other suspended steps keep the values that they have had if the code up to the first call has set others: all
+        steps run this code. They also keep those of which this step has its own.
 
         Args:
-            has_called: Whether the step is suspended in a call. Other suspended steps keep their values then.
+            is_suspended: Whether the step goes on later.
+            in_first_call: Whether the code up to the step's first call has run.
         """
         changed = _Places()
-        for (names, values), (now, n) in zip(self._before, self._parts, strict=True):
-            if names == [*islice(now, n, None)] and all(map(is_, values, islice(now.values(), n, None))):
+        for (names, values), part in zip(self._before, self._parts, strict=True):
+            names_now, values_now = part.read()
+            if names == names_now and all(map(is_, values, values_now)):
                 continue
-            before = dict(zip(names, values, strict=True))
-            for name in {*names, *islice(now, n, None)}:
+            before, now = dict(zip(names, values, strict=True)), dict(zip(names_now, values_now, strict=True))
+            for name in before.keys() | now.keys():
                 was, value = before.get(name, _ABSENT), now.get(name, _ABSENT)
+                key = id(part.own), name
                 if was is not value:
-                    changed[id(now), name] = now, value
-                    for other in self._suspended if has_called else ():
-                        other._own.setdefault((id(now), name), (now, was))
+                    changed[key] = part.own, value
+                    if in_first_call or key in self._own:
+                        for other in self._suspended:
+                            other._own.setdefault(key, self._last.get(key, (part.own, was)))
         _set({key: value for key, value in self._last.items() if key not in changed})
         self._own.update(changed)
         self._before = []
-        if has_called:
+        if is_suspended:
             self._suspended.add(self)
-
-
-def _attributes_of(modules: Iterable[nn.Module]) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield the attributes of modules, their buffers, and dicts in their attributes, without what only torch sets."""
-    for module in modules:
-        own = vars(module)
-        start = len(OF_EVERY_MODULE) if OF_EVERY_MODULE.issuperset(islice(own, len(OF_EVERY_MODULE))) else 0
-        yield own, start
-        yield from ((value, 0) for value in islice(own.values(), start, None) if type(value) is dict)
-        if start and module._buffers:
-            yield module._buffers, 0
 
 
 def _set(values: _Places) -> None:
@@ -241,6 +274,15 @@ class SuspendedStep:
         self.has_called = False
         self._hand_over(True, output)
 
+    @contextmanager
+    def own_attributes(self) -> Iterator[None]:
+        """Context in which layers of this process run for the step."""
+        self._attributes.put()
+        try:
+            yield
+        finally:
+            self._attributes.take(is_suspended=True)
+
     def abandon(self) -> None:
         """End the function if it is suspended."""
         if not self._runs.dead:
@@ -263,7 +305,8 @@ class SuspendedStep:
             self._attributes.put()
             error = self._suspended.switch(go_on, output)
             del output
-            self._attributes.take(has_called=not self._runs.dead)
+            is_suspended = not self._runs.dead
+            self._attributes.take(is_suspended=is_suspended, in_first_call=is_suspended and self._num_calls == 1)
             self._settings = now = _ThreadSettings.taken(self._device_types)
             if not self._runs.dead:
                 self._random_state = random_state(self._device, self._python)
@@ -335,7 +378,7 @@ class Steps:
     Args:
         device: The device of this process.
         lists: A description of each list of layers that a step has to call, in this order.
-        modules: The modules whose attributes a step may set, and then has for itself.
+        modules: The modules whose attributes a step may set. It then has its own values of them.
     """
 
     def __init__(
@@ -346,7 +389,7 @@ class Steps:
     ) -> None:
         self._device, self._python, self.lists, self._modules = device, PythonGenerator(), lists, modules
         self._suspended: set[_OwnAttributes] = set()
-        self._parts: list[tuple[dict[str, Any], int]] = []
+        self._parts: list[_Part] = []
 
     @property
     def current(self) -> SuspendedStep | None:
@@ -369,7 +412,7 @@ class Steps:
             Exception: Any exception that the function raises.
         """
         if not self._suspended:
-            self._parts = [*_attributes_of(self._modules)]
+            self._parts = [*_parts_of(self._modules)]
         attributes = _OwnAttributes(self._parts, self._suspended)
         step = SuspendedStep(function, seed, self._device, self._python, self.lists, attributes)
         try:

@@ -52,7 +52,7 @@ class PipelineOptimizers:
         locate: Names a parameter and the stage that holds it, for messages.
         prepare: Called before a step or another use of gradients; all stages take part in it then, and gradients are
             averaged over replicas.
-        renew: Called before any other method; starts new workers after an error that the user's code has caught.
+        renew: Called before a call of any other method; starts new workers after an error that user code has caught.
         recorder: Returns what records the steps on the driver; ``None`` while no step is recorded.
         skips_infinite_steps: Whether a gradient scaler skips steps with infinite gradients. In that case no warning
             reports them.

@@ -451,7 +451,7 @@ def with_buffers(values: KeptBuffers) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class KeptState:
-    """What layers have as a forward pass begins, other than parameters, and have again in the recomputation."""
+    """The state of layers, other than parameters, at the start of a forward pass, for the recomputation."""
 
     flags: Flags
     attributes: KeptAttributes
@@ -498,7 +498,7 @@ class ReusedInput:
         if not is_copied:
             raise RuntimeError(
                 f"{self._description} have changed their input in place, but not in earlier forward passes, so the "
-                "input is lost from which this micro-batch would be recomputed. Layers must change their input either "
+                "input from which this micro-batch would be recomputed is lost. Layers must change their input either "
                 "in every forward pass or in none (x = x * 2 instead of x.mul_(2), inplace=False instead of "
                 "inplace=True). checkpoint='never' recomputes nothing."
             )

@@ -49,8 +49,8 @@ class DriverCode(Protocol):
     def joins(self, row: Row, place: int) -> bool:
         """Return whether the code itself runs the backward pass through the output of the action at this place."""
 
-    def around(self) -> AbstractContextManager[None]:
-        """Return the context in which layers of the driver run."""
+    def around(self, action: Action) -> AbstractContextManager[None]:
+        """Return the context in which layers of the driver run an action."""
 
 
 @dataclass
@@ -210,7 +210,7 @@ class Stage:
                 at_once.append(operation)
                 if this.at_once and operation.kind != "F" and isinstance(row[place + 1], Action):
                     continue
-                with nullcontext() if code is None else code.around():
+                with nullcontext() if code is None else code.around(at_once[0]):
                     self._act(at_once, this, with_graph=code is not None and code.joins(row, place))
                 if self.recorder is not None:
                     kind, m, i = at_once[0]

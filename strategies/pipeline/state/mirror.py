@@ -4,10 +4,11 @@ Relay sends the mode, ``requires_grad``, plain attributes (numbers, flags and st
 layer) and tensors that are assigned to buffers. At the end, it copies attributes of the worker's layers back.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import is_
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from strategies.common.torch_compat import backward_hooks, forward_hooks, without_torch_function
@@ -40,6 +41,8 @@ class Mirror:
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
+        self._assigned: dict[str, Tensor] = {}
+        """The values of buffers that were sent last."""
         self._trained, self._seen = self._flags(), _Seen(layers)
 
     def _flags(self) -> list[bool]:
@@ -67,9 +70,12 @@ class Mirror:
         return changed, None if trained == self._trained else self._trained
 
     def has_changed(self) -> bool:
-        """Whether a mode, a plain attribute or ``requires_grad`` has changed since the last call of :meth:`changes`."""
+        """Whether :meth:`send_changes` would send other values than it has sent."""
         if self._flags() != self._trained:
             return True
+        for path, value in self._assigned_now():
+            if path not in self._assigned or not torch.equal(value.cpu(), self._assigned[path]):
+                return True
         return not self._seen.is_unchanged() and any(
             not _has(old, name, value)
             for old, now in zip(self._sent, plain_attributes(self._layers), strict=True)
@@ -96,15 +102,21 @@ class Mirror:
 
     def send_buffers(self, remote: RemoteStage) -> None:
         """Send tensors that have been assigned to buffers, and restore the stand-ins of these buffers."""
-        assigned = {}
+        self._assigned = {path: value.cpu().clone() for path, value in self._assigned_now()}
+        for path, buffers, name, stand_in in self._buffers:
+            if path in self._assigned:
+                buffers[name] = stand_in
+        if self._assigned:
+            remote.send(StageCommands.place, Part(PartKind.TENSORS), self._assigned)
+
+    def _assigned_now(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors that have been assigned to buffers, with the names of the buffers."""
         for path, buffers, name, stand_in in self._buffers:
             value = buffers.get(name)
             if value is None or value is stand_in or value.is_meta:
                 continue
             if (value.shape, value.dtype) == (stand_in.shape, stand_in.dtype):
-                assigned[path], buffers[name] = value.detach().cpu().clone(), stand_in
-        if assigned:
-            remote.send(StageCommands.place, Part(PartKind.TENSORS), assigned)
+                yield path, value.detach()
 
     def take_back(
         self, attributes: Sequence[Mapping[str, Any]], objects: tuple[bytes, Mapping[tuple[int, str], Tensor]]

@@ -425,3 +425,62 @@ def test_attributes_that_a_step_sets_are_its_own() -> None:
     for step in begun[1:]:
         step.resume()
     assert (kept.number, kept.count, kept.entries, kept.total, kept.made) == (2, 3, {"m": 2}, 3, 2)
+
+
+def test_equal_values_and_modes_that_a_step_sets_are_its_own() -> None:
+    kept, head = Keeps(), nn.Dropout()
+    steps = Steps(CPU, modules=[kept, head])
+    seen = []
+
+    def code(m: int) -> None:
+        kept.number = 1  # the same object for all steps
+        head.eval()
+        module(steps, m)
+        seen.append((kept.number, head.training))
+        kept.number = 0
+        head.train()
+
+    begun = [steps.begin(partial(code, m), seed=m) for m in range(2)]
+    for m in range(2, 4):
+        begun[m - 2].resume()
+        begun.append(steps.begin(partial(code, m), seed=m))
+    for step in begun[2:]:
+        step.resume()
+    assert seen == [(1, False)] * 4 and (kept.number, head.training) == (0, True)
+
+
+def test_what_layers_store_for_a_step_is_its_own() -> None:
+    kept = Keeps()
+    steps = Steps(CPU, modules=[kept])
+    seen: list[Any] = []
+
+    def code(m: int) -> None:
+        kept.number, kept.entries = None, {}
+        module(steps, m)
+        seen.append((kept.number, kept.entries))
+
+    for _ in range(2):  # in the second pass, the attributes already are None and a dict
+        begun = [steps.begin(partial(code, m), seed=m) for m in range(3)]
+        for m, step in enumerate(begun):
+            with step.own_attributes():
+                kept.number, kept.entries["m"], kept.count = m, m, kept.count + 1
+            step.resume()
+    assert seen == [(m, {"m": m}) for m in range(3)] * 2 and kept.count == 6
+
+
+def test_numbers_add_up_between_two_calls() -> None:
+    kept = Keeps()
+    steps = Steps(CPU, ["'up'", "'down'"], modules=[kept])
+
+    def code() -> None:
+        for number in range(2):
+            step = steps.current
+            assert step is not None
+            step.call(None, number)
+            kept.count += number == 0
+
+    begun = [steps.begin(code, seed=m) for m in range(3)]
+    for _ in range(2):
+        for step in begun:
+            step.resume()
+    assert kept.count == 3
