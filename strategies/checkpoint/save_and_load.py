@@ -219,7 +219,7 @@ def load_sharded(
     Args:
         path: The directory.
         keys: The sharded entries whose values are read. In all other sharded entries, weights and the states of
-            optimizers stay on the ``meta`` device; further tensors, such as learning rates, are read.
+            optimizers stay on the ``meta`` device; all other tensors, such as learning rates, are read.
         weights_only: As in ``torch.load``; applies to ``meta.pt``. Shards hold only tensors.
 
     Returns:

@@ -56,6 +56,7 @@ from strategies.optim.calls import MethodCall, follow_methods
 from strategies.optim.restricted import check_optimizer_states, parameters_of
 from strategies.optim.trial import check_by_element, check_divisible
 from strategies.pipeline.state.stand_ins import without_meta_tensors
+from strategies.sharding.initialise import note_lost_values
 from strategies.sharding.model import ShardedModel
 from strategies.sharding.optimizers import ShardedOptimizers
 from strategies.sharding.row_optimizers import RowOptimizers, check_parameters
@@ -461,6 +462,9 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
             self._groups = self._saving_group = self._states = None
         if has_failed and divided is not None:
             divided.give_up()
+            if model is not None and self._layer_sync is not None:
+                self.model = self._layer_sync.revert(model)  # other modules, which Lightning makes from the parameters
+                note_lost_values(model)
             self._divided = None
         with without_meta_tensors(model) if model is not None else nullcontext():
             super().teardown()

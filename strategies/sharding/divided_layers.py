@@ -82,7 +82,7 @@ class TensorGroup:
 
 
 def _bytes(message: Tensor) -> Tensor:
-    """Return a view of a message, since gloo sends few dtypes."""
+    """Return a view of a message, because gloo supports few dtypes."""
     return message.flatten().view(torch.uint8)
 
 

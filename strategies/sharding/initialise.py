@@ -8,8 +8,13 @@ from torch import Tensor, nn
 
 from strategies.common.initialisation import initialiser, own_tensors, seeded_by_name
 
-lost_values: WeakSet[nn.Module] = WeakSet()
+_lost_values: WeakSet[nn.Module] = WeakSet()
 """Modules whose parameters are on the ``meta`` device because a run that had divided them has failed."""
+
+
+def note_lost_values(model: nn.Module) -> None:
+    """Note that parameters on the ``meta`` device have lost their values and get no new ones in the next run."""
+    _lost_values.update(m for m in model.modules() if any(p.is_meta for p in m.parameters(recurse=False)))
 
 
 def only_in_checkpoints(model: nn.Module) -> dict[str, str]:
@@ -22,11 +27,11 @@ def only_in_checkpoints(model: nn.Module) -> dict[str, str]:
     found = {}
     for path, module in model.named_modules():
         lacking = {name: tensor for name, tensor in own_tensors(module).items() if tensor.is_meta}
-        if not lacking or (module not in lost_values and initialiser(model, path) is not None):
+        if not lacking or (module not in _lost_values and initialiser(model, path) is not None):
             continue
         kind = type(module).__name__
-        if module in lost_values:
-            why, mend = "has no values: an earlier run with stage=3 that had divided it has failed", "Build a new model"
+        if module in _lost_values:
+            why, mend = "has no values: an earlier run with stage=3 divided it and then failed", "Build a new model"
         else:
             why = f"is on the meta device, but {kind} has no method reset_parameters to initialise it"
             mend = "Add this method"

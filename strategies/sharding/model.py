@@ -33,7 +33,7 @@ from strategies.common.torch_compat import (
     undo_fully_shard,
 )
 from strategies.common.transformers_compat import lists_of_blocks
-from strategies.sharding.initialise import give_values, lost_values, only_in_checkpoints
+from strategies.sharding.initialise import give_values, note_lost_values, only_in_checkpoints
 from strategies.sharding.rows import gather_rows, own_rows
 
 _BROADCAST_BYTES = 250 * 2**20
@@ -253,7 +253,7 @@ class ShardedModel:
         }
         for module, name, original in self._slots:
             module._parameters[name] = lost[original]
-            lost_values.add(module)
+        note_lost_values(self.model)
 
     def _restore(self) -> None:
         self.is_divided = False

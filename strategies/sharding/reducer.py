@@ -81,7 +81,7 @@ class Reducer:
             loss.register_hook(lambda _: self._enter_pass() if communicate else self._check_accumulation())
 
     def end_failed_pass(self) -> None:
-        """Leave gradients as in one process, if an error has ended the backward pass.
+        """End a backward pass that an error has ended, so that training can go on after ``zero_grad``.
 
         What was sent is reduced, so that no message is left for a later pass. Other gradients stay those of this rank.
         After a pass that has ended well, this does nothing.

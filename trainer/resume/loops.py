@@ -35,7 +35,7 @@ class ResumingEpochLoop(TrainingEpochLoop):
     """Lightning's loop over the batches of an epoch; a resumed run first finishes the last batch.
 
     After a batch, Lightning validates if validation is due, steps plateau schedulers, and counts the step for loggers.
-    A checkpoint can be written before, during or after that, and from the counters of batches Lightning cannot tell.
+    A checkpoint can be written before, during or after that, and Lightning's counters of batches do not show which.
     """
 
     def __init__(self, trainer: Trainer, min_steps: int | None, max_steps: int) -> None:
@@ -189,12 +189,16 @@ class ResumingFitLoop(FitLoop):
                 progress.processed = progress.completed = progress.ready - 1
             self.restarting = True  # Lightning has cleared it, because it took the epoch for a complete one
         for progress in (epochs.total, epochs.current):
-            progress.ready = progress.started  # an epoch that was only ready starts again, and is counted then
+            progress.ready = progress.started  # an epoch that was only ready is started again and counted then
         if epochs.total.started == epochs.total.processed:
             self.epoch_loop.restarting = False
             self._finishes_epoch = epochs.total.processed > epochs.total.completed
 
     def reset(self) -> None:
+        if not self.is_resuming:
+            epochs: Any = self.epoch_progress
+            for progress in (epochs.total, epochs.current):
+                progress.ready = progress.started = progress.processed  # an epoch that a failed fit has left is over
         if self._saved is not None:
             metrics = {
                 name: value.to(self.trainer.strategy.root_device) for name, value in self._saved["metrics"].items()

@@ -119,7 +119,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
 
 
 class SpawnLauncher(MultiProcessingLauncher):
-    """Lightning's launcher for ``start_method="spawn"`` and the like, except that errors of a rank name a lost host."""
+    """Lightning's launcher for ``start_method="spawn"`` and the like, except that a rank's error names a lost host."""
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Start the ranks of this host, which call the function.

@@ -81,7 +81,9 @@ class Backbone(LightningModule):
         return torch.optim.AdamW(self.head.parameters())
 
 
-def trainer_of_one_process(strategy: Any, epochs: int = 1, callbacks: Sequence[Callback] = ()) -> Trainer:
+def trainer_of_one_process(
+    strategy: Any, epochs: int = 1, callbacks: Sequence[Callback] = (), **options: Any
+) -> Trainer:
     return Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -92,6 +94,7 @@ def trainer_of_one_process(strategy: Any, epochs: int = 1, callbacks: Sequence[C
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        **options,
     )
 
 
@@ -227,11 +230,26 @@ def runs_without_values() -> list[str]:
 
 
 def test_a_model_that_a_failed_run_has_left_without_values_needs_a_checkpoint() -> None:
-    lost = "has no values: an earlier run with stage=3 that had divided it has failed"
+    lost = "has no values: an earlier run with stage=3 divided it and then failed"
     assert run(runs_without_values, allow=LEFT_BY_LIGHTNING) == [
         *[f"weight of backbone.0 {lost}"] * 3,
         "scale of backbone.1 is on the meta device, but Scale has no method reset_parameters to initialise it",
     ]
+
+
+def failing_with_synchronised_norms() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    around, data = FailsLater(), DataLoader(torch.ones(4, 3), 2)
+    around.backbone, around.fails = model, False
+    with pytest.raises(ValueError, match="SyncBatchNorm expected input tensor to be on GPU"):
+        trainer_of_one_process(ZeROStrategy(stage=3), sync_batchnorm=True).fit(around, data)
+    assert type(around.backbone[1]).__name__ == "_BatchNormXd"  # Lightning's, in place of the synchronised one
+    with pytest.raises(ValueError, match="has no values: an earlier run with stage=3 divided it"):
+        trainer_of_one_process(ZeROStrategy(stage=3)).fit(around, data)
+
+
+def test_synchronised_norms_in_a_run_that_fails() -> None:
+    run(failing_with_synchronised_norms, allow=LEFT_BY_LIGHTNING)
 
 
 def start_job(*arguments: str, **kwargs: Any) -> Script:

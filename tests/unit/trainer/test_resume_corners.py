@@ -30,6 +30,7 @@ from resume_parts import (
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from trainer import Trainer
 from trainer.resume.loops import _of_every_process
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -311,3 +312,28 @@ def test_a_stream_that_has_nothing_after_it_was_loaded(tmp_path: Path) -> None:
     )
     with pytest.raises(MisconfigurationException, match=r"Ends has no batch in the epoch after .* later epochs begin"):
         fit(lambda: DataLoader(Ends(10), batch_size=4), seed=5, checkpoint=tmp_path / "on_train_epoch_end-1.ckpt")
+
+
+class Fails(pl.Callback):
+    """Ends the first fit in its second batch."""
+
+    failed = False
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1 and not self.failed:
+            self.failed = True
+            raise RuntimeError("the first fit")
+
+
+@pytest.mark.parametrize("place", [("on_train_epoch_start", 3), ("on_train_epoch_end", 1), ("on_train_batch_end", 5)])
+def test_a_fit_after_one_that_failed_is_resumed(place: tuple[str, int], tmp_path: Path) -> None:
+    saves, model = resume_job.Saves(tmp_path, [place]), resume_job.Net(plateau=None, dropout=0.3)
+    trainer = Trainer(callbacks=[Fails(), saves], max_epochs=3, **resume_job.QUIET)
+    loaders = LOADERS["shuffled"]
+    pl.seed_everything(3, verbose=False)
+    with pytest.raises(RuntimeError, match="the first fit"):
+        trainer.fit(model, loaders(), DataLoader(Rows(8), batch_size=4))
+    trainer.fit(model, loaders(), DataLoader(Rows(8), batch_size=4))
+    ((path, (steps, _)),) = saves.before.items()
+    rest, _ = fit(loaders, seed=5, checkpoint=path)
+    assert rest.seen and [step[:3] for step in rest.seen] == [step[:3] for step in model.seen[steps:]]
