@@ -131,7 +131,7 @@ _MANY = 1000
 """A dict in an attribute with more entries is a store rather than the values of one step."""
 
 
-class _Part(NamedTuple):
+class _ChangingDict(NamedTuple):
     """A dict that steps may change: attributes of a module, its buffers, or a dict in an attribute.
 
     Attributes:
@@ -153,16 +153,16 @@ class _Part(NamedTuple):
         )
 
 
-def _parts_of(modules: Iterable[nn.Module]) -> Iterator[_Part]:
+def _changing_dicts_of(modules: Iterable[nn.Module]) -> Iterator[_ChangingDict]:
     for module in modules:
         own, number = vars(module), len(OF_EVERY_MODULE)
         start = number if OF_EVERY_MODULE.issuperset(islice(own, number)) else 0
-        yield _Part(own, start)
+        yield _ChangingDict(own, start)
         for value in islice(own.values(), start, None):
             if type(value) is dict and len(value) <= _MANY:
-                yield _Part(value, 0)
+                yield _ChangingDict(value, 0)
         if start and module._buffers:
-            yield _Part(module._buffers, 0)
+            yield _ChangingDict(module._buffers, 0)
 
 
 class _OwnAttributes:
@@ -175,7 +175,7 @@ class _OwnAttributes:
         suspended: The attributes of all suspended steps.
     """
 
-    def __init__(self, parts: Sequence[_Part], suspended: "set[_OwnAttributes]") -> None:
+    def __init__(self, parts: Sequence[_ChangingDict], suspended: "set[_OwnAttributes]") -> None:
         self._parts, self._suspended, self._own = parts, suspended, _Places()
         self._last, self._before = _Places(), list[tuple[list[str], list[Any]]]()
 
@@ -389,7 +389,7 @@ class Steps:
     ) -> None:
         self._device, self._python, self.lists, self._modules = device, PythonGenerator(), lists, modules
         self._suspended: set[_OwnAttributes] = set()
-        self._parts: list[_Part] = []
+        self._parts: list[_ChangingDict] = []
 
     @property
     def current(self) -> SuspendedStep | None:
@@ -412,7 +412,7 @@ class Steps:
             Exception: Any exception that the function raises.
         """
         if not self._suspended:
-            self._parts = [*_parts_of(self._modules)]
+            self._parts = [*_changing_dicts_of(self._modules)]
         attributes = _OwnAttributes(self._parts, self._suspended)
         step = SuspendedStep(function, seed, self._device, self._python, self.lists, attributes)
         try:
