@@ -199,6 +199,7 @@ class ResumingFitLoop(FitLoop):
             epochs: Any = self.epoch_progress
             for progress in (epochs.total, epochs.current):
                 progress.ready = progress.started = progress.processed  # an epoch that a failed fit has left is over
+            epochs.total.completed = epochs.total.processed
         if self._saved is not None:
             metrics = {
                 name: value.to(self.trainer.strategy.root_device) for name, value in self._saved["metrics"].items()

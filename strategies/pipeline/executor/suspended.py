@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from greenlet import getcurrent, greenlet
-from torch import nn
+from torch import Tensor, nn
 
 from strategies.common.random_seeds import PythonGenerator, random_state, seed_device, set_random_state
 from strategies.common.torch_compat import (
@@ -190,7 +190,7 @@ class _OwnAttributes:
         """Note what has been set for the step. Other values become those that were set last.
 
         Other suspended steps keep the values that they have had if the code up to the first call has set others: all
-        steps run this code. They also keep those of which this step has its own.
+        steps run this code. They also keep those of which this step has its own, unless it may have added to a sum.
 
         Args:
             is_suspended: Whether the step goes on later.
@@ -207,7 +207,7 @@ class _OwnAttributes:
                 key = id(part.own), name
                 if was is not value:
                     changed[key] = part.own, value
-                    if in_first_call or key in self._own:
+                    if in_first_call or (key in self._own and not _may_be_sum(was, value)):
                         for other in self._suspended:
                             other._own.setdefault(key, self._last.get(key, (part.own, was)))
         _set({key: value for key, value in self._last.items() if key not in changed})
@@ -215,6 +215,11 @@ class _OwnAttributes:
         self._before = []
         if is_suspended:
             self._suspended.add(self)
+
+
+def _may_be_sum(*values: Any) -> bool:
+    """Return whether these are the value of a sum before and after an addition."""
+    return all(isinstance(value, int | float | Tensor) and not isinstance(value, bool) for value in values)
 
 
 def _set(values: _Places) -> None:

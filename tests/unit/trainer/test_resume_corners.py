@@ -315,20 +315,32 @@ def test_a_stream_that_has_nothing_after_it_was_loaded(tmp_path: Path) -> None:
 
 
 class Fails(pl.Callback):
-    """Ends the first fit in its second batch."""
+    """Ends the first fit: in its second batch, or at the end of an epoch."""
 
-    failed = False
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def _fail(self) -> None:
+        self.where = "nowhere"
+        raise RuntimeError("the first fit")
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1 and not self.failed:
-            self.failed = True
-            raise RuntimeError("the first fit")
+        if self.where == "batch" and batch_idx == 1:
+            self._fail()
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if self.where == "end":
+            self._fail()
 
 
-@pytest.mark.parametrize("place", [("on_train_epoch_start", 3), ("on_train_epoch_end", 1), ("on_train_batch_end", 5)])
-def test_a_fit_after_one_that_failed_is_resumed(place: tuple[str, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["batch", "end"])
+@pytest.mark.parametrize(
+    "place",
+    [("on_train_epoch_start", 3), ("on_train_epoch_end", 1), ("on_train_batch_end", 5), ("on_validation_end", 2)],
+)
+def test_a_fit_after_one_that_failed_is_resumed(where: str, place: tuple[str, int], tmp_path: Path) -> None:
     saves, model = resume_job.Saves(tmp_path, [place]), resume_job.Net(plateau=None, dropout=0.3)
-    trainer = Trainer(callbacks=[Fails(), saves], max_epochs=3, **resume_job.QUIET)
+    trainer = Trainer(callbacks=[Fails(where), saves], max_epochs=3, **resume_job.QUIET)
     loaders = LOADERS["shuffled"]
     pl.seed_everything(3, verbose=False)
     with pytest.raises(RuntimeError, match="the first fit"):
@@ -337,3 +349,4 @@ def test_a_fit_after_one_that_failed_is_resumed(place: tuple[str, int], tmp_path
     ((path, (steps, _)),) = saves.before.items()
     rest, _ = fit(loaders, seed=5, checkpoint=path)
     assert rest.seen and [step[:3] for step in rest.seen] == [step[:3] for step in model.seen[steps:]]
+    assert rest.trainer.fit_loop.epoch_progress.total.completed == trainer.fit_loop.epoch_progress.total.completed

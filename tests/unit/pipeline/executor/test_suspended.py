@@ -401,7 +401,8 @@ class Keeps(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.number, self.count, self.entries = 0, 0, dict[str, int]()
+        self.number: Any = 0
+        self.count, self.entries = 0, dict[str, int]()
 
 
 def test_attributes_that_a_step_sets_are_its_own() -> None:
@@ -433,11 +434,11 @@ def test_equal_values_and_modes_that_a_step_sets_are_its_own() -> None:
     seen = []
 
     def code(m: int) -> None:
-        kept.number = 1  # the same object for all steps
+        kept.number = "before"  # the same object for all steps
         head.eval()
         module(steps, m)
         seen.append((kept.number, head.training))
-        kept.number = 0
+        kept.number = "after"
         head.train()
 
     begun = [steps.begin(partial(code, m), seed=m) for m in range(2)]
@@ -446,7 +447,24 @@ def test_equal_values_and_modes_that_a_step_sets_are_its_own() -> None:
         begun.append(steps.begin(partial(code, m), seed=m))
     for step in begun[2:]:
         step.resume()
-    assert seen == [(1, False)] * 4 and (kept.number, head.training) == (0, True)
+    assert seen == [("before", False)] * 4 and (kept.number, head.training) == ("after", True)
+
+
+def test_sums_that_the_first_step_begins_add_up() -> None:
+    kept = Keeps()
+    steps = Steps(CPU, modules=[kept])
+    kept.number = None
+
+    def code() -> None:
+        if kept.number is None:
+            kept.number = 0
+        module(steps, None)
+        kept.number += 1
+
+    begun = [steps.begin(code, seed=m) for m in range(3)]
+    for step in begun:
+        step.resume()
+    assert kept.number == 3
 
 
 def test_what_layers_store_for_a_step_is_its_own() -> None:
