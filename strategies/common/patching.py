@@ -33,19 +33,24 @@ _LIBRARIES = {
 """Packages whose functions and objects are not followed. Those of Relay change on purpose while modules run again."""
 
 
+ABSENT = object()
+"""Stands for the value of an entry that does not exist."""
+
+
+def set_entry(entries: dict[str, Any], name: str, value: Any) -> None:
+    """Set an entry, or remove it if the value is :data:`ABSENT`."""
+    if value is ABSENT:
+        entries.pop(name, None)
+    else:
+        entries[name] = value
+
+
 def replaced(holder: Any, name: str, method: Callable[..., Any]) -> Callable[[], None]:
     """Replace a method of one object. Returns a function that restores it."""
     own = vars(holder)
-    had, before = name in own, own.get(name)
+    before = own.get(name, ABSENT)
     own[name] = method
-
-    def undo() -> None:
-        if had:
-            own[name] = before
-        else:
-            own.pop(name, None)
-
-    return undo
+    return partial(set_entry, own, name, before)
 
 
 @contextmanager

@@ -326,7 +326,7 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         self._running().follow(closure_loss, communicate=self.averages_gradients)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Run a backward pass. If it fails, the gradients are such that training can continue."""
+        """Run a backward pass. If it fails, leave the gradients in a state from which training can continue."""
         try:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         except Exception:  # an interrupt or the loss of a rank ends the run, and must not wait for the other ranks

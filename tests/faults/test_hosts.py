@@ -39,6 +39,18 @@ def started(hosts: TwoHosts, strategy: str, folder: Path, num_local: int = NUM_L
     return ranks
 
 
+def until_ended(hosts: TwoHosts, processes: list[subprocess.Popen]) -> None:
+    """Cut the link, and wait until all processes have ended."""
+    try:
+        hosts.cut()
+        deadline = time.monotonic() + TIMEOUT + 10
+        for process in processes:
+            process.wait(max(0.1, deadline - time.monotonic()))
+    finally:
+        for process in processes:
+            process.kill()
+
+
 def said(folder: Path) -> list[str]:
     return [file.read_text() for file in sorted(folder.glob("out-*"))]
 
@@ -50,15 +62,7 @@ def test_every_process_ends_after_the_link_and_names_both_hosts(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     with two_hosts() as hosts:
-        ranks = started(hosts, strategy, tmp_path)
-        try:
-            hosts.cut()
-            deadline = time.monotonic() + TIMEOUT + 10
-            for rank in ranks:
-                rank.wait(max(0.1, deadline - time.monotonic()))
-        finally:
-            for rank in ranks:
-                rank.kill()
+        until_ended(hosts, ranks := started(hosts, strategy, tmp_path))
     # A driver may kill a worker of its own host first.
     assert all(rank.returncode in (1, -signal.SIGKILL) for rank in ranks), said(tmp_path)
     assert ranks[0].returncode == ranks[2].returncode == 1
@@ -74,15 +78,7 @@ def test_every_process_ends_after_the_link_and_names_both_hosts(
 def test_ranks_that_a_script_spawns_know_their_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     with two_hosts() as hosts:
-        scripts = started(hosts, "spawned", tmp_path, num_local=1)
-        try:
-            hosts.cut()
-            deadline = time.monotonic() + TIMEOUT + 10
-            for script in scripts:
-                script.wait(max(0.1, deadline - time.monotonic()))
-        finally:
-            for script in scripts:
-                script.kill()
+        until_ended(hosts, scripts := started(hosts, "spawned", tmp_path, num_local=1))
     assert all(script.returncode == 1 for script in scripts), said(tmp_path)
     for number, (own, other) in enumerate(("ab", "ba")):
         text = (tmp_path / f"out-{number}").read_text()

@@ -21,6 +21,7 @@ import torch
 from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 
+from strategies.common.patching import ABSENT, set_entry
 from strategies.common.random_seeds import PythonGenerator, random_state, seed_device, set_random_state
 from strategies.common.torch_compat import (
     num_dispatch_modes,
@@ -121,9 +122,6 @@ class _ThreadSettings:
         _add_modes(self.modes)  # last, because some of the above would call function modes
 
 
-_ABSENT = object()
-
-
 _Places = dict[tuple[int, str], tuple[dict[str, Any], Any]]
 """Names in dicts, with their values: by the address of the dict and the name."""
 
@@ -182,7 +180,7 @@ class _OwnAttributes:
     def put(self) -> None:
         """Set the values of the step."""
         self._suspended.discard(self)
-        self._last = {key: (own, own.get(key[1], _ABSENT)) for key, (own, _) in self._own.items()}
+        self._last = {key: (own, own.get(key[1], ABSENT)) for key, (own, _) in self._own.items()}
         _set(self._own)
         self._before = [part.read() for part in self._parts]
 
@@ -199,11 +197,11 @@ class _OwnAttributes:
         changed = _Places()
         for (names, values), part in zip(self._before, self._parts, strict=True):
             names_now, values_now = part.read()
-            if names == names_now and all(map(is_, values, values_now)):
+            if len(names) == len(names_now) and all(map(is_, names + values, names_now + values_now)):
                 continue
             before, now = dict(zip(names, values, strict=True)), dict(zip(names_now, values_now, strict=True))
             for name in before.keys() | now.keys():
-                was, value = before.get(name, _ABSENT), now.get(name, _ABSENT)
+                was, value = before.get(name, ABSENT), now.get(name, ABSENT)
                 key = id(part.own), name
                 if was is not value:
                     changed[key] = part.own, value
@@ -224,10 +222,7 @@ def _may_be_sum(*values: Any) -> bool:
 
 def _set(values: _Places) -> None:
     for (_, name), (own, value) in values.items():
-        if value is _ABSENT:
-            own.pop(name, None)
-        else:
-            own[name] = value
+        set_entry(own, name, value)
 
 
 class SuspendedStep:

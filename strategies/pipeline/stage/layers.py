@@ -33,6 +33,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from strategies.common.patching import ABSENT, set_entry
 from strategies.common.random_seeds import RandomStateKeeper, draws_nothing, layer_seed, seed_device
 from strategies.common.torch_compat import (
     BatchNorm,
@@ -276,8 +277,6 @@ _PLAIN = frozenset([bool, int, float, complex, str, type(None)])
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """The names of the attributes that torch gives to every module."""
 
-_MISSING = object()
-
 
 def plain_attributes_of(module: nn.Module) -> dict[str, Any]:
     """Return the plain attributes of one module, including ``training`` and numbers of numpy."""
@@ -331,7 +330,7 @@ class PlainAttributes:
         now = _values(kept.places)
         changed = [each for each in _differences(kept, now) if not self._is_changing(each[0])]
         for place, value, _ in changed:
-            _set(place, value)
+            set_entry(*place, value)
         before = KeptAttributes(kept.places, _values(kept.places) if changed else now)
         try:
             yield
@@ -339,7 +338,7 @@ class PlainAttributes:
             self._note_changes(before)
             for place, _, value in changed:
                 if not self._is_changing(place):
-                    _set(place, value)
+                    set_entry(*place, value)
 
     def _note_changes(self, before: KeptAttributes) -> None:
         changed = [place for place, _, _ in _differences(before, _values(before.places))]
@@ -350,7 +349,7 @@ class PlainAttributes:
 
 
 def _values(places: Sequence[AttributePlace]) -> list[Any]:
-    return [own.get(name, _MISSING) for own, name in places]
+    return [own.get(name, ABSENT) for own, name in places]
 
 
 def _differences(before: KeptAttributes, now: Sequence[Any]) -> list[tuple[AttributePlace, Any, Any]]:
@@ -358,14 +357,6 @@ def _differences(before: KeptAttributes, now: Sequence[Any]) -> list[tuple[Attri
     if all(map(is_, before.values, now)):
         return []
     return [each for each in zip(*before, now, strict=True) if each[1] is not each[2]]
-
-
-def _set(place: AttributePlace, value: Any) -> None:
-    own, name = place
-    if value is _MISSING:
-        own.pop(name, None)
-    else:
-        own[name] = value
 
 
 KeptBuffers: TypeAlias = dict[tuple[nn.Module, str], Tensor | None]

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor, nn
 
+from strategies.common.patching import ABSENT, set_entry
 from strategies.common.stage_layers import StageLayers, describe
 from strategies.common.torch_compat import forward_hooks, version_of
 
@@ -36,8 +37,6 @@ _OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
 """Attributes of every module."""
 
 _CONTAINERS = (dict, list, tuple, set, deque)
-
-_MISSING = object()
 
 
 class Attribute(NamedTuple):
@@ -141,7 +140,7 @@ class Placeholder:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         before = vars(self)["_before"]
-        return copy.copy, (None if before is _MISSING else before,)
+        return copy.copy, (None if before is ABSENT else before,)
 
     def _use(self, *_: Any) -> NoReturn:
         raise RuntimeError(vars(self)["_message"])
@@ -198,7 +197,7 @@ class Placeholders:
         for attribute, value in stored:
             own, placeholder = self.known[attribute]
             if own.get(attribute.name) is placeholder:  # the user may have set another value
-                _set(own, attribute.name, value)
+                set_entry(own, attribute.name, value)
         try:
             yield
         finally:
@@ -210,7 +209,7 @@ class Placeholders:
         for attribute, value in self._stored.items():
             own, placeholder = self.known[attribute]
             if own.get(attribute.name) is placeholder:
-                _set(own, attribute.name, value)
+                set_entry(own, attribute.name, value)
         self._stored.clear()
 
     @property
@@ -231,7 +230,7 @@ class Placeholders:
         self.restore()
         for attribute, (own, placeholder) in self.known.items():
             if own.get(attribute.name) is placeholder:
-                _set(own, attribute.name, vars(placeholder)["_before"])
+                set_entry(own, attribute.name, vars(placeholder)["_before"])
         self.known.clear()
 
     def _add(self, attribute: Attribute) -> None:
@@ -248,13 +247,13 @@ class Placeholders:
                 "once per micro-batch, it has the tensors of the current micro-batch (a list or dict only if it is "
                 "new)."
             )
-        before = _MISSING if attribute.stage == self._own else vars(module).get(attribute.name, _MISSING)
+        before = ABSENT if attribute.stage == self._own else vars(module).get(attribute.name, ABSENT)
         placeholder = Placeholder(f"{message} Return them from the layer (as one more output of the module).", before)
         self.known[attribute] = vars(module), placeholder
 
     def _replace(self, attribute: Attribute) -> None:
         own, placeholder = self.known[attribute]
-        self._stored[attribute] = own.get(attribute.name, _MISSING)
+        self._stored[attribute] = own.get(attribute.name, ABSENT)
         own[attribute.name] = placeholder
 
 
@@ -293,13 +292,6 @@ def _may_change_in_place(value: Any) -> bool:
 def _unchanged(now: Sequence[tuple[Tensor, int]], before: Sequence[tuple[Tensor, int]]) -> bool:
     same = (a is b and version == known for (a, version), (b, known) in zip(now, before, strict=False))
     return len(now) <= len(before) and all(same)
-
-
-def _set(own: dict[str, Any], name: str, value: Any) -> None:
-    if value is _MISSING:
-        own.pop(name, None)
-    else:
-        own[name] = value
 
 
 def _placeholders_in(values: Iterable[Any]) -> Iterator[Placeholder]:

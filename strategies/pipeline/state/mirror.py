@@ -74,7 +74,8 @@ class Mirror:
         if self._flags() != self._trained:
             return True
         for path, value in self._assigned_now():
-            if path not in self._assigned or not torch.equal(value.cpu(), self._assigned[path]):
+            sent = self._assigned.get(path)
+            if sent is None or not torch.allclose(value.cpu(), sent, rtol=0, atol=0, equal_nan=True):
                 return True
         return not self._seen.is_unchanged() and any(
             not _has(old, name, value)

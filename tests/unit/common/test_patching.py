@@ -137,15 +137,15 @@ def of_a_closure() -> tuple[Any, Callable[[], Any], Callable[[], Any]]:
 
 
 def of_a_partial_function() -> tuple[Any, Callable[[], Any], Callable[[], Any]]:
-    kept: list[int] = []
+    kept, shared = list[int](), list[int]()
 
-    def hook(held: list[int], *, defaults: list[int] = []) -> None:  # noqa: B006
+    def hook(held: list[int], *, default: list[int] = shared) -> None:
         held.append(1)
-        defaults.append(1)
+        default.append(1)
         hook.late = 1
 
     call = partial(hook, kept)
-    return call, call, lambda: ([*kept], [*hook.__kwdefaults__["defaults"]], vars(hook).copy())
+    return call, call, lambda: ([*kept], [*shared], vars(hook).copy())
 
 
 def of_a_method() -> tuple[Any, Callable[[], Any], Callable[[], Any]]:

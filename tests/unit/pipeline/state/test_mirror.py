@@ -75,6 +75,24 @@ def test_what_a_layer_sets_first_in_a_worker_comes_back() -> None:
     assert (here[0].own, here[0].both) == (5.0, 7)
 
 
+class Receives:
+    """Receives what a mirror sends, as a stage does."""
+
+    def send(self, *command: Any) -> None:
+        pass
+
+
+def test_another_tensor_assigned_to_a_buffer_is_a_change() -> None:
+    layers = nn.Sequential(nn.BatchNorm1d(2)).to("meta")
+    mirror = Mirror(layers, "stage 0")
+    for value, is_change in ((float("nan"), False), (2.0, True)):
+        layers[0].running_mean = torch.full((2,), float("nan"))
+        mirror.send_changes(Receives())
+        assert not mirror.has_changed()
+        layers[0].running_mean = torch.full((2,), value)
+        assert mirror.has_changed() == is_change
+
+
 def add_hook(layers: nn.Sequential) -> None:
     layers[0].register_forward_hook(lambda *_: None)
 
