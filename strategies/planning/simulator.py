@@ -300,7 +300,7 @@ class PreparedTable:
         for k, (row, _, need, way) in enumerate(self._steps):
             own = last_of_row.get(row, -1)
             arrival = ends[need] + seconds[way] if need >= 0 else -1.0
-            previous.append(need if arrival > (ends[own] if own >= 0 else 0.0) else own)
+            previous.append(need if own < 0 or arrival > ends[own] else own)
             last_of_row[row] = k
         k = max(range(len(ends)), key=ends.__getitem__)
         path = []

@@ -52,11 +52,6 @@ ELSEWHERE: dict[str, list[str]] = {
         "integration/launch/test_rank_supervisor.py",
         "faults/test_rank_recovery.py",
     ],
-    "strategies/launch/process_ends.py": [
-        "faults/test_faults_ranks.py",
-        "integration/launch/test_rank_supervisor.py",
-        "faults/test_faults.py",
-    ],
     "strategies/launch/workers.py": ["unit/test_rpc_sequential.py", "integration/launch/test_fork_server.py"],
     "strategies/lightning/compat.py": [
         "unit/test_compat.py",
@@ -91,11 +86,6 @@ ELSEWHERE: dict[str, list[str]] = {
     "strategies/ray.py": ["integration/launch/test_ray.py"],
     "strategies/lightning/launch/loopback.py": ["integration/replicas/test_security.py", "faults/test_faults_ranks.py"],
     "strategies/lightning/launch/phases.py": ["faults/test_faults_ranks.py"],
-    "strategies/launch/ranks.py": [
-        "integration/replicas/test_launch.py",
-        "unit/launch/test_ranks_of_mpi.py",
-        "unit/launch/test_world.py",
-    ],
     "strategies/lightning/launch/rank_launcher.py": ["integration/replicas/test_launch.py"],
     "strategies/lightning/launch/replicated_strategy.py": [
         "integration/replicas/test_replicas.py",

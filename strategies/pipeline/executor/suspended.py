@@ -13,15 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import dataclass
-from itertools import islice
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 
-from strategies.common.patching import ABSENT, set_entry
+from strategies.common.patching import ABSENT, has_same_entries, set_entry
 from strategies.common.random_seeds import PythonGenerator, random_state, seed_device, set_random_state
 from strategies.common.torch_compat import (
     num_dispatch_modes,
@@ -134,33 +132,25 @@ class _ChangingDict(NamedTuple):
 
     Attributes:
         own: The dict.
-        start: How many entries at the beginning belong to every module. Of these, only the mode may change.
+        fixed: Names that do not belong to a step: what torch gives to every module, but for the mode.
     """
 
     own: dict[str, Any]
-    start: int
+    fixed: frozenset[str]
 
-    def read(self) -> tuple[list[str], list[Any]]:
-        """Return the names and the values."""
-        own, start = self
-        if not start:
-            return [*own], [*own.values()]
-        return (
-            ["training", *islice(own, start, None)],
-            [own["training"], *islice(own.values(), start, None)],
-        )
+
+_FIXED = OF_EVERY_MODULE - {"training"}
 
 
 def _changing_dicts_of(modules: Iterable[nn.Module]) -> Iterator[_ChangingDict]:
     for module in modules:
-        own, number = vars(module), len(OF_EVERY_MODULE)
-        start = number if OF_EVERY_MODULE.issuperset(islice(own, number)) else 0
-        yield _ChangingDict(own, start)
-        for value in islice(own.values(), start, None):
-            if type(value) is dict and len(value) <= _MANY:
-                yield _ChangingDict(value, 0)
-        if start and module._buffers:
-            yield _ChangingDict(module._buffers, 0)
+        own = vars(module)
+        yield _ChangingDict(own, _FIXED)
+        for name, value in own.items():
+            if type(value) is dict and len(value) <= _MANY and name not in _FIXED:
+                yield _ChangingDict(value, frozenset())
+        if module._buffers:
+            yield _ChangingDict(module._buffers, frozenset())
 
 
 class _OwnAttributes:
@@ -175,14 +165,14 @@ class _OwnAttributes:
 
     def __init__(self, parts: Sequence[_ChangingDict], suspended: "set[_OwnAttributes]") -> None:
         self._parts, self._suspended, self._own = parts, suspended, _Places()
-        self._last, self._before = _Places(), list[tuple[list[str], list[Any]]]()
+        self._last, self._before = _Places(), list[dict[str, Any]]()
 
     def put(self) -> None:
         """Set the values of the step."""
         self._suspended.discard(self)
         self._last = {key: (own, own.get(key[1], ABSENT)) for key, (own, _) in self._own.items()}
         _set(self._own)
-        self._before = [part.read() for part in self._parts]
+        self._before = [own.copy() for own, _ in self._parts]
 
     def take(self, *, is_suspended: bool, in_first_call: bool = False) -> None:
         """Note what has been set for the step. Other values become those that were set last.
@@ -195,19 +185,17 @@ class _OwnAttributes:
             in_first_call: Whether the code up to the step's first call has run.
         """
         changed = _Places()
-        for (names, values), part in zip(self._before, self._parts, strict=True):
-            names_now, values_now = part.read()
-            if len(names) == len(names_now) and all(map(is_, names + values, names_now + values_now)):
+        for before, (own, fixed) in zip(self._before, self._parts, strict=True):
+            if has_same_entries(own, before):
                 continue
-            before, now = dict(zip(names, values, strict=True)), dict(zip(names_now, values_now, strict=True))
-            for name in before.keys() | now.keys():
-                was, value = before.get(name, ABSENT), now.get(name, ABSENT)
-                key = id(part.own), name
+            for name in (before.keys() | own.keys()) - fixed:
+                was, value = before.get(name, ABSENT), own.get(name, ABSENT)
+                key = id(own), name
                 if was is not value:
-                    changed[key] = part.own, value
+                    changed[key] = own, value
                     if in_first_call or (key in self._own and not _may_be_sum(was, value)):
                         for other in self._suspended:
-                            other._own.setdefault(key, self._last.get(key, (part.own, was)))
+                            other._own.setdefault(key, self._last.get(key, (own, was)))
         _set({key: value for key, value in self._last.items() if key not in changed})
         self._own.update(changed)
         self._before = []

@@ -5,12 +5,12 @@ layer) and tensors that are assigned to buffers. At the end, it copies attribute
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from strategies.common.patching import has_same_entries
 from strategies.common.torch_compat import backward_hooks, forward_hooks, without_torch_function
 from strategies.common.transformers_compat import is_capturing_hook
 from strategies.pipeline.control.client import RemoteStage
@@ -145,11 +145,11 @@ class _Seen:
         for module in layers.modules():
             held += (vars(module), module._parameters, module._buffers, module._modules)
             held += (*forward_hooks(module), *backward_hooks(module))
-        self._held = [(own, [*own.keys()], [*own.values()]) for own in held]
+        self._held = [(own, {**own}) for own in held]
 
     def is_unchanged(self) -> bool:
         """Whether the modules have the same objects under the same names, and so the same plain attributes."""
-        return all([*own.keys()] == names and all(map(is_, own.values(), values)) for own, names, values in self._held)
+        return all(has_same_entries(own, before) for own, before in self._held)
 
 
 def plain_attributes(layers: nn.Module) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from paths import environment as tests_environment
+from paths import environment as variables_of_tests
 
 from strategies.launch.allocator import variables_of_worker
 from strategies.launch.workers import environment_of_worker
@@ -44,7 +44,7 @@ def printed(program: str, environment: dict[str, str] | None = None) -> list[flo
     """Return the numbers that a process prints that has nothing else in its heap, where blocks might find a place."""
     command = [sys.executable, "-c", PROGRAM + program]
     found = subprocess.run(
-        command, env=environment or tests_environment(), capture_output=True, text=True, timeout=120, check=True
+        command, env=environment or variables_of_tests(), capture_output=True, text=True, timeout=120, check=True
     )
     return [float(number) for number in found.stdout.split()]
 

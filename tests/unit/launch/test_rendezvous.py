@@ -6,8 +6,18 @@ from typing import Any
 
 import pytest
 
-from strategies.launch.rendezvous import check_loopback
+from strategies.launch.rendezvous import check_loopback, interface_to
 from strategies.launch.workers import Workers
+
+
+def test_the_interface_to_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """127.0.0.2 is an address of this host, like that of another interface."""
+    loopback = "127.0.0.1", next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    assert interface_to("127.0.0.1") == interface_to("127.0.0.2") == loopback
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", loopback[1])
+    assert interface_to("10.0.0.1") == loopback
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
+    assert interface_to("10.0.0.1") == ("", "no-such-interface")
 
 
 def test_a_loopback_interface_that_is_down(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -224,6 +224,8 @@ def test_a_limit_changes_the_balance_or_marks_the_row() -> None:
     assert not plan_row(measured(needs=large, gradient_sets=2), 2, "1f1b", 1, memory_limit_bytes=5300).fits
     tight = plan_row(measured(needs=large), 2, "1f1b", 1, memory_limit_bytes=4800)
     assert not tight.fits and tight.peak_bytes > 4800
+    given = plan_row(measured(needs=large), 2, "1f1b", 1, balance=[2, 2], memory_limit_bytes=5300)
+    assert given.balance == [2, 2] and not given.fits
 
 
 @pytest.mark.parametrize("schedule", NAMES)
@@ -242,6 +244,16 @@ def test_without_times() -> None:
     row = plan_row(measured(has_times=False, needs=[Need(900), Need(0), Need(0), Need(0)]), 2, "1f1b", 1)
     assert row.balance == [1, 3]
     assert row.seconds is row.idle is row.rows_per_second is row.simulation is None
+
+
+def test_a_limit_is_met_without_times() -> None:
+    """The first stage holds two micro-batches, so layers of equal sizes are not balanced by their sizes."""
+    free, limited = (
+        plan_row(measured(has_times=False, layers=8, needs=[Need()] * 8), 2, "1f1b", 1, memory_limit_bytes=limit)
+        for limit in (None, 900)
+    )
+    assert free.balance == [4, 4] and free.peak_bytes > 900
+    assert limited.balance == [3, 5] and limited.fits
 
 
 def test_the_best_row() -> None:

@@ -23,6 +23,7 @@ from strategies.pipeline.schedule.tables import (
 from strategies.planning.simulator import (
     ActionCosts,
     DriverCosts,
+    PreparedTable,
     Simulation,
     on_cores,
     render,
@@ -70,6 +71,16 @@ def test_simulated_times_respect_every_dependency():
                     assert start["B", m, i - 1] >= end["B", m, i] + transfer
         for row in simulation.rows:
             assert all(start[after] >= end[before] for before, after in pairwise(row))
+
+
+@pytest.mark.parametrize("unit", [1.0, 0.01])
+def test_the_critical_path(unit):
+    """The second stage takes longest. Before, it waits for the first micro-batch, and the first stage for the last."""
+    costs = ActionCosts(forward=[unit, 3 * unit], backward=[2 * unit, 4 * unit], transfer=unit / 2)
+    assert PreparedTable(gpipe(2, 2)).critical_path(costs) == [
+        *(Action("F", 0, 0), Action("F", 0, 1), Action("F", 1, 1)),
+        *(Action("B", 1, 1), Action("B", 0, 1), Action("B", 0, 0)),
+    ]
 
 
 def test_bad_costs():

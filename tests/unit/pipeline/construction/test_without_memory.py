@@ -81,6 +81,7 @@ class Edits(nn.Module):
         self.counts = nn.Parameter(torch.poisson(self.b.weight.detach().abs() * 9, generator))
         self.text = f"{self.a.weight[0, 0]:.3f}"
         self.differ = self.a.weight.data_ptr() != self.b.weight.data_ptr()
+        self.distance = self.a.weight[1].data_ptr() - self.a.weight.data_ptr()
         self.norm = nn.BatchNorm1d(40)
         self.norm(torch.randn(30, 40))
 

@@ -154,6 +154,16 @@ def test_a_wait_ends_when_communicators_are_aborted(communicators: Two) -> None:
             wait()
 
 
+def test_the_thread_that_waits_raises_the_error_of_a_transfer(communicators: Two) -> None:
+    def fail() -> None:
+        raise ConnectionError("the other process has closed the connection")
+
+    transfer = SimulatedTransfer(fail, lambda: None, communicators[0], "a send")
+    transfer.run()
+    with pytest.raises(ConnectionError, match="has closed"):
+        transfer.wait()
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.int64, torch.uint8, torch.uint16])
 def test_an_index_that_has_not_arrived_is_no_index(communicators: Two, dtype: torch.dtype) -> None:
     """With -1, which the bytes of NaN are as a signed integer, a gather by Python's rules would find the last row."""
