@@ -110,6 +110,14 @@ def test_one_that_cannot_be_asked_does_not_end_the_watch() -> None:
     assert not gone.failures.any
 
 
+def test_one_that_was_given_up_is_not_asked_again_and_others_are_watched() -> None:
+    hung, later = Answers(lambda asked: progress()), Answers(lambda asked: progress(min(asked, 3 * LOOKS)))
+    watch = Watch([hung.remote, later.remote], TIMEOUT)
+    assert later.killed.wait(20)
+    watch.end()
+    assert hung.killed.is_set() and hung.asked == LOOKS + 2
+
+
 def test_one_that_runs_one_action_for_too_long() -> None:
     why = Answers(lambda asked: progress(busy=time.monotonic())).watched(TIMEOUT / 4)
     assert "has run one action for too long" in why and "for 0.5 s" in why
