@@ -141,6 +141,9 @@ def test_values_and_random_state_of_one_process(kind: str, small_bytes: int) -> 
         assert model.devices == {"cpu"}
         for name in ("rates", "largest", "rows", "array"):
             assert getattr(model, name) == getattr(expected, name)
+    if isinstance(model, Edits) and isinstance(expected, Edits):
+        for name in ("text", "differ", "distance"):
+            assert getattr(model, name) == getattr(expected, name)
 
 
 def test_what_is_overwritten_is_not_computed() -> None:
