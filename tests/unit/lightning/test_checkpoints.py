@@ -122,6 +122,16 @@ def test_every_process_reads_what_the_first_has_written(tmp_path: Path) -> None:
     background.end()
 
 
+@pytest.mark.parametrize("make", [ZeROStrategy, RPCSequentialStrategy])
+def test_where_a_sharded_checkpoint_cannot_be_written(make: Any, tmp_path: Path) -> None:
+    strategy = make(state_dict_type="sharded")
+    with pytest.raises(TypeError, match="takes no storage_options"):
+        strategy.save_checkpoint({}, tmp_path / "a.ckpt", storage_options={"mode": "x"})
+    with pytest.raises(ValueError, match="directories of this machine only, got memory://a.ckpt"):
+        strategy.save_checkpoint({}, "memory://a.ckpt")
+    assert not [*tmp_path.iterdir()]
+
+
 class Older(pl.LightningModule):
     """Reads what it saved under another name."""
 
