@@ -10,7 +10,9 @@ notebooks that must run in one process.
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import zip_longest
+from functools import partial
+from itertools import chain, zip_longest
+from operator import is_not
 from typing import Any
 
 import torch
@@ -228,31 +230,36 @@ def merged(values: Sequence[Any], rows: Sequence[int], device: torch.device) -> 
 
     Returns:
         The same structure. It contains the means of scalars and numbers, weighted by rows, the concatenation of all
-        other tensors, and the first replica's objects of any other type.
+        other tensors and of lists without tensors that have an entry for each row, and the first replica's objects of
+        any other type.
 
     Raises:
         ValueError: If the structures differ.
     """
-    flat = [tree_flatten(value) for value in values]
+    if all(map(_is_list_of_rows, values, rows)):
+        return [*chain.from_iterable(values)]
+    flat = [tree_flatten(value, partial(is_not, value)) for value in values]  # one level
     specs = [spec for _, spec in flat]
-    kinds = [[isinstance(leaf, Tensor) for leaf in leaves] for leaves, _ in flat]
+    kinds = [isinstance(value, Tensor) for value in values]
     if any(spec != specs[0] for spec in specs) or any(kind != kinds[0] for kind in kinds):
         raise ValueError("the replicas of strategy='dp' gave results of different structure; return the same from each")
-    total = sum(rows)
-
-    def merge(leaves: tuple[Any, ...]) -> Any:
-        first = leaves[0]
-        if len(leaves) == 1:
-            return first
-        if isinstance(first, Tensor) and first.ndim:
-            return torch.cat([leaf.to(device) for leaf in leaves])
-        if isinstance(first, Tensor):
-            return sum(leaf.to(device) * (number / total) for leaf, number in zip(leaves, rows, strict=True))
-        if isinstance(first, int | float) and not isinstance(first, bool):
-            return sum(leaf * number for leaf, number in zip(leaves, rows, strict=True)) / total
+    first, total = values[0], sum(rows)
+    if not (flat[0][0] and flat[0][0][0] is first):
+        children = zip(*(children for children, _ in flat), strict=True)
+        return tree_unflatten([merged(each, rows, device) for each in children], specs[0])
+    if len(values) == 1:
         return first
+    if isinstance(first, Tensor) and first.ndim:
+        return torch.cat([value.to(device) for value in values])
+    if isinstance(first, Tensor):
+        return sum(value.to(device) * (number / total) for value, number in zip(values, rows, strict=True))
+    if isinstance(first, int | float) and not isinstance(first, bool):
+        return sum(value * number for value, number in zip(values, rows, strict=True)) / total
+    return first
 
-    return tree_unflatten([merge(leaves) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)], specs[0])
+
+def _is_list_of_rows(value: Any, number: int) -> bool:
+    return type(value) is list and len(value) == number and not any(isinstance(e, Tensor) for e in tree_leaves(value))
 
 
 def _check_logged(logged: Sequence[LogCall], first: Sequence[LogCall]) -> None:

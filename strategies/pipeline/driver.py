@@ -8,6 +8,7 @@ Between :meth:`Pipeline.start` and :meth:`Pipeline.close`, a call of the ``nn.Se
 ``nn.ModuleList``, the call of its last block runs it (:mod:`strategies.pipeline.partition.blocks`).
 """
 
+import gc
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -91,6 +92,10 @@ from strategies.sharding.gathered_layers import ReplicaGroup, agree
 
 _END_SECONDS = 5.0
 """How long a worker may take to end before it is killed."""
+
+
+class StepInProgress(RuntimeError):
+    """Layers cannot move, because a pass waits for its backward pass."""
 
 
 @dataclass(frozen=True)
@@ -482,7 +487,7 @@ class Pipeline(NotCopyable):
 
         Raises:
             ValueError: If the layers cannot be divided in this way. The pipeline then keeps its balance.
-            RuntimeError: If a step is in progress.
+            StepInProgress: If a pass waits for its backward pass.
         """
         running, before = self._usable(), self.balance
         self.verify()
@@ -490,9 +495,12 @@ class Pipeline(NotCopyable):
         with self.failures.explained():
             running.executor.wait()
         if running.executor.unfinished:
-            raise RuntimeError(
-                "layers can move between steps only, but a step is in progress: call rebalance in a hook such as "
-                "on_train_batch_end or on_train_epoch_end"
+            gc.collect()  # an output that nobody uses may belong to a cycle of objects
+        if running.executor.unfinished:
+            raise StepInProgress(
+                "layers can move between steps only, but an output of the model that was computed with gradients waits "
+                "for its backward pass. Call rebalance in a hook such as on_train_batch_end or on_train_epoch_end. If "
+                "the output is kept for something else, detach it, or compute it under torch.no_grad()."
             )
         for recording in self._recordings:
             if recorder is not None and recorder.has_records:  # the records of a batch that has run

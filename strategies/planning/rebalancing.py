@@ -17,7 +17,7 @@ from strategies.lightning.hooks import Undo
 from strategies.lightning.options import Options, Rebalance
 from strategies.lightning.run import Preparation, Run
 from strategies.pipeline.control.batch_recording import BatchRecording
-from strategies.pipeline.driver import Pipeline
+from strategies.pipeline.driver import Pipeline, StepInProgress
 from strategies.pipeline.executor.settings import Settings
 from strategies.planning.imbalance import STEPS_TO_ASSESS, Imbalance, LastSteps, assess, measured_step
 
@@ -81,6 +81,8 @@ class Rebalancing(Feature):
             why = found.described(names, least_gain=0.0).removesuffix(".")
             try:
                 run.move(found.better, f"; {why}")
+            except StepInProgress as error:
+                rank_zero_warn(f"The balance stays {found.balance} for now: {error}")
             except MisconfigurationException as error:
                 rank_zero_warn(f"The balance stays {found.balance} from now on: {error}")
                 self._is_over = True

@@ -210,6 +210,8 @@ class TokenNet(Net):
         in_pipeline = isinstance(self.trainer.strategy, RPCSequentialStrategy)
         own = {} if in_pipeline else {"batch_size": int(number)}
         self.log("train", total / number, on_epoch=True, on_step=True, sync_dist=True, **own)
+        if number:
+            self.log("with tokens", total / number, on_epoch=True, on_step=False, sync_dist=True, **own)
         if in_pipeline:
             return total / number
         num_batches = self.trainer.accumulate_grad_batches

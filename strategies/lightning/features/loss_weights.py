@@ -60,7 +60,7 @@ class LossWeights:
         *,
         same_passes: bool = False,
     ) -> None:
-        self._model, self._sum_over_replicas, self._num_replicas = model, sum_over_replicas, num_replicas
+        self._model, self._sum_over_replicas, self.num_replicas = model, sum_over_replicas, num_replicas
         self._same_passes = same_passes
         self._total = 0.0
         """Weight of the batches of this step whose gradients are in ``.grad``."""
@@ -91,7 +91,7 @@ class LossWeights:
                 replicas must run the same ones.
         """
         own = sum(weights)
-        if self._num_replicas == 1:
+        if self.num_replicas == 1:
             return own, 1.0
         total, num_without = self._sum_over_replicas([own, float(not all(weights))])
         if num_without and self._same_passes:
@@ -100,7 +100,7 @@ class LossWeights:
                 f"nothing in the loss (on this replica they have weights of {list(weights)}), so it has none. Leave "
                 "rows without labels out, use fewer micro-batches, or zero_stage=2."
             )
-        return total, own * self._num_replicas / total if total else 1.0
+        return total, own * self.num_replicas / total if total else 1.0
 
     def begin_step(self) -> None:
         """Reset the count: the next backward pass is the first of an optimizer step."""
@@ -123,11 +123,9 @@ class LossWeights:
         # A value in .grad before the first batch comes from the user, who has replaced zero_grad.
         return ReleaseFactors(added=num_batches * weight / self._total, kept=1.0 if is_first else before / self._total)
 
-    def over_replicas(self, totals: Sequence[float]) -> list[float] | None:
-        """Return mean weights over the replicas, given the weights on this replica; ``None`` for a single replica."""
-        if self._num_replicas == 1:
-            return None
-        return [total / self._num_replicas for total in self._sum_over_replicas(totals)]
+    def over_replicas(self, totals: Sequence[float]) -> list[float]:
+        """Return mean weights over the replicas, given the weights on this replica."""
+        return [total / self.num_replicas for total in self._sum_over_replicas(totals)]
 
     def _checked(self, weight: Any) -> float:
         if isinstance(weight, Tensor) and weight.numel() == 1:

@@ -377,8 +377,9 @@ class _Logs:
     def log_to(self, model: LightningModule) -> None:
         """Log each name once, with the combined value of all micro-batches."""
         combined = [self._combined(name, logged) for name, logged in self._logged.items()]
-        if means := [each for each in combined if each.weight is not None and _is_synchronised(each)]:
-            self._weight_replicas(means)
+        if self._loss_weights is not None and self._loss_weights.num_replicas > 1:
+            synchronised = [each for each in combined if each.weight is not None and _is_synchronised(each)]
+            _weight_replicas(self._loss_weights, synchronised)
         for each in combined:
             if each.metric is not None and each.value is not None:
                 set_forward_cache(each.metric, each.value)
@@ -392,7 +393,7 @@ class _Logs:
             known = isinstance(values[-1], Tensor)  # it is None if the metric has not been called, but updated
             return _Combined(name, _mean(values, weights) if known else None, settings, metric)
         reduce_fx = settings.get("reduce_fx", "mean")
-        kind = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
+        kind = reduce_fx.lower() if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
         if kind in ("sum", "max", "min"):
             value = getattr(torch.stack([torch.as_tensor(value) for value in values]), kind)()
             return _Combined(name, value, settings)
@@ -400,23 +401,32 @@ class _Logs:
         if settings.get("batch_size") is not None:
             settings["batch_size"] = sum(weights)
         elif self._loss_weights is not None:
-            combined.weight = settings["batch_size"] = sum(weights)
+            combined.weight = settings["batch_size"] = float(sum(weights))  # Lightning would round a mean of integers
         return combined
 
-    def _weight_replicas(self, means: Sequence[_Combined]) -> None:
-        """Prepare means for ``sync_dist=True``, which averages values and batch sizes over replicas without weights.
 
-        With weights w of the replicas, values v, and W the mean of w, the plain mean of v * w / W is the weighted mean
-        of v. Over an epoch, Lightning weights these values by the batch size W.
-        """
-        own = [mean.weight or 0.0 for mean in means]
-        averages = self._loss_weights.over_replicas(own) if self._loss_weights is not None else None
-        if averages is None:
-            return
-        for mean, weight, average in zip(means, own, averages, strict=True):
-            if average:
-                mean.value = mean.value * (weight / average) if weight else 0.0
-                mean.settings["batch_size"] = average  # not a whole number: Lightning would round its mean
+def _weight_replicas(loss_weights: LossWeights, means: Sequence[_Combined]) -> None:
+    """Prepare means for ``sync_dist=True``, which averages the values of a step over replicas without weights.
+
+    With weights w of the replicas, values v, and W the mean of w, the plain mean of v * w / W is the weighted mean of
+    v. Over an epoch, Lightning weights these values by the batch size W.
+
+    Means that are only logged at the end of the epoch need no W: Lightning then adds v * w and w over all batches and
+    replicas. The replicas may log them for different batches.
+    """
+    of_step = []
+    for mean in means:
+        if mean.settings.get("on_step") is not False:
+            of_step.append(mean)
+        elif not mean.weight:
+            mean.value = 0.0  # it may be NaN
+    if not of_step:
+        return
+    own = [mean.weight or 0.0 for mean in of_step]
+    for mean, weight, average in zip(of_step, own, loss_weights.over_replicas(own), strict=True):
+        if average:
+            mean.value = mean.value * (weight / average) if weight else 0.0
+            mean.settings["batch_size"] = average
 
 
 def _is_synchronised(combined: _Combined) -> bool:

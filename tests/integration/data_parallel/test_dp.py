@@ -270,6 +270,21 @@ def test_merged_takes_means_of_scalars_and_rows_of_tensors() -> None:
     assert result["rows"].tolist() == [[0, 0]] * 3 + [[1, 1]]
     assert (result["flag"], result["text"], result["none"]) == (True, "a", None)
     assert merged(values[:1], [3], cpu) == values[0]
+    lists = [
+        {
+            "label": [3, 7, 1],
+            "text": ["a", "b", "c"],
+            "boxes": [[1, 2], [], [3]],
+            "losses": [torch.tensor(1.0)],
+            "n": [4],
+        },
+        {"label": [9], "text": ["d"], "boxes": [[5]], "losses": [torch.tensor(5.0)], "n": [8]},
+    ]
+    assert merged(lists, [3, 1], cpu) == {
+        **{"label": [3, 7, 1, 9], "text": ["a", "b", "c", "d"], "boxes": [[1, 2], [], [3], [5]]},
+        **{"losses": [2.0], "n": [5.0]},
+    }
+    assert merged([([],), ([],)], [3, 1], cpu) == ([],)
     with pytest.raises(ValueError, match="gave results of different structure"):
         merged([torch.ones(1), None], [1, 1], cpu)
 

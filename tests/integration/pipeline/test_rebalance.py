@@ -93,20 +93,30 @@ def test_a_slow_process_is_relieved_at_the_end_of_an_epoch(schedule: str, slow: 
     run(relieved, schedule, slow)
 
 
-def moved_within_an_epoch() -> tuple[list[list[int]], list[str]]:
+class KeepsOutput(Callback):
+    """Keeps an output without a backward pass for a while, as for a picture of what the model generates."""
+
+    def on_train_batch_start(self, trainer: Any, model: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.kept = model(batch[0])
+        if batch_idx == 15:
+            del self.kept
+
+
+def moved_within_an_epoch(schedule: str, *callbacks: Callback) -> tuple[list[list[int]], list[str]]:
     with told("RPCSequentialStrategy: balance") as lines:
         outcome = fit(
             partial(Sleepy, 0),
             RPCSequentialStrategy(
                 microbatches=4,
                 balance=[5, 6],
-                schedule="1f1b",
+                schedule=schedule,
                 rebalance=Rebalance(every_n_steps=10, threshold=0.05),
             ),
             2,
             train=lambda: batches([8] * 22),
             max_epochs=1,
-            callbacks=[noting := BecomesSlow(Path("never"))],
+            callbacks=[noting := BecomesSlow(Path("never")), *callbacks],
         )
     return [*noting.balances, outcome.trainer.strategy.balance], lines
 
@@ -139,8 +149,24 @@ def test_every_n_steps() -> None:
         assert balances[:10] == [[5, 6]] * 10, found
         assert balances[10][0] in (3, 4) and balances[-1][0] in (3, 4) and 1 <= len(lines) <= 2, found
 
-    balances, _ = until_undisturbed(lambda: run(moved_within_an_epoch), check)
+    balances, _ = until_undisturbed(lambda: run(moved_within_an_epoch, "1f1b"), check)
     assert balances[:10] == [[5, 6]] * 10
+
+
+def moved_after_an_output_was_dropped() -> tuple[list[list[int]], list[str]]:
+    with pytest.warns(UserWarning, match=r"The balance stays \[5, 6\] for now: .* kept for something else, detach it"):
+        return moved_within_an_epoch("gpipe", KeepsOutput())
+
+
+@on_cpus
+@pytest.mark.slow
+def test_layers_do_not_move_while_an_output_is_kept() -> None:
+    def check(found: tuple[list[list[int]], list[str]]) -> None:
+        balances, lines = found
+        assert balances[:20] == [[5, 6]] * 20, found
+        assert balances[-1] != [5, 6] and len(lines) == 1, found
+
+    until_undisturbed(lambda: run(moved_after_an_output_was_dropped), check)
 
 
 def test_a_recording_that_an_error_ends_is_forgotten() -> None:

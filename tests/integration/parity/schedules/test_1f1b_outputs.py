@@ -42,6 +42,7 @@ class Logs(Small):
         for kind in ("sum", "max", "min"):
             value = getattr(y.detach(), kind)()
             self.log(kind, value, on_step=True, on_epoch=True, reduce_fx=kind)
+            self.log(kind.upper(), value, on_step=True, on_epoch=True, reduce_fx=kind.upper())
             self.log(f"torch.{kind}", value, on_step=True, on_epoch=True, reduce_fx=getattr(torch, kind))
         self.accuracy(y[:, 0], batch[1][:, 0] > 0)
         self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
