@@ -161,6 +161,21 @@ def test_an_array_refuses_changes() -> None:
             array[:] = 5
 
 
+@pytest.mark.parametrize("rows", [1, 64])
+def test_a_copy_of_a_layer_can_run_before_its_weights_are_built(rows: int) -> None:
+    torch.manual_seed(3)
+    expected = nn.Linear(4, rows)
+    torch.manual_seed(3)
+    construction = Construction(60)
+    with construction.without_memory():
+        linear = nn.Linear(4, rows)
+    assert any(map(construction.knows, linear.parameters())) == (rows > 1)
+    with construction.reading(linear):
+        output = copy.deepcopy(linear)(torch.ones(1, 4))
+    assert torch.equal(output, expected(torch.ones(1, 4)))
+    assert any(map(construction.knows, linear.parameters())) == (rows > 1)
+
+
 def test_nested_contexts_add_each_step_once() -> None:
     construction = Construction(-1)
     with construction.without_memory(), construction.without_memory():

@@ -147,7 +147,7 @@ def test_a_change_of_a_part_itself_is_noticed() -> None:
 
 
 def test_a_change_through_other_memory_of_the_batch_is_noticed() -> None:
-    x, windows = torch.ones(4, 3), torch.ones(5).unfold(0, 2, 1)
+    x, windows = torch.ones(4, 3), torch.ones(8)[:5].unfold(0, 2, 1)  # has as many elements as its memory
     assert notices_changes_of_other_parts({"x": x, "y": x}, "x")
     assert notices_changes_of_other_parts({"x": x, "y": x.detach()[:, 1:]}, "x")
     assert notices_changes_of_other_parts({"x": x, "shared": NoChunk(x[:2])}, "x")
