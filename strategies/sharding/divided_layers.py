@@ -424,6 +424,15 @@ class DividedModel:
         self._copied = {copy.get_parameter(name): part for copy in self._copies for name, part in self.parts.items()}
         for parameter, part in (*self._part_of.items(), *self._copied.items()):
             parameter.data = part.of(parameter.data, self._rank, self._size)
+        for model in (self._model, *self._copies):
+            self._undo.append(model.register_load_state_dict_pre_hook(self._take_parts).remove)
+
+    def _take_parts(self, model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Replace whole parameters in a state dict that is being loaded, such as of a checkpoint, with the parts."""
+        for name, part in self.parts.items():
+            value, shape = state.get(f"{prefix}{name}"), model.get_parameter(name).shape
+            if isinstance(value, Tensor) and list(value.shape) == part.whole_shape(shape, self._size):
+                state[f"{prefix}{name}"] = part.of(value, self._rank, self._size)
 
     @property
     def divided(self) -> Mapping[nn.Parameter, PartOfTensor]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from parity import placed
 from pytorch_lightning import LightningModule, seed_everything
+from pytorch_lightning.callbacks import LearningRateFinder, WeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from transformers import (
@@ -182,6 +183,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     **{name: (name, {}, {}) for name in MODELS},
     "accumulated": ("llama", {"checkpoint": "always"}, {"accumulate_grad_batches": 2}),
     "resumed": ("tied", {"schedule": "1f1b"}, {}),
+    "lr_find": (
+        "tied",
+        {},
+        {"callbacks": [LearningRateFinder(num_training_steps=4, update_attr=False), WeightAveraging()]},
+    ),
     "auto": ("llama", {"schedule": "auto", "balance": "by_size"}, {}),
     **{name: ("llama", {"balance": name}, {}) for name in ("by_size", "by_time")},
     "reduced": ("llama", {"schedule": "1f1b", "zero_stage": 2}, {}),

@@ -87,6 +87,30 @@ def test_each_rank_has_its_part() -> None:
     assert model.head.weight.shape == (6, 4)
 
 
+def test_whole_weights_are_loaded_as_parts() -> None:
+    whole, model = Words(is_tied=True).state_dict(), Words(is_tied=True)
+    average = copy.deepcopy(model)
+    divided = PlannedModel(model, {**PLAN, **HEAD}, 1, 2, [average])
+    around = nn.Sequential(average)
+    model.load_state_dict(whole)
+    around.load_state_dict({f"0.{name}": value for name, value in whole.items()})
+    for name, own in model.state_dict().items():
+        part = divided.parts.get(name)
+        assert torch.equal(own, whole[name] if part is None else part.of(whole[name], 1, 2)), name
+        assert torch.equal(average.state_dict()[name], own), name
+    assert whole["table.weight"].shape == (6, 4)
+    parts = {name: value + 1 for name, value in model.state_dict().items()}
+    model.load_state_dict(parts)
+    assert all(torch.equal(own, parts[name]) for name, own in model.state_dict().items())
+    with pytest.raises(
+        RuntimeError, match=r"head\.bias: copying a param with shape torch\.Size\(\[7\]\) from checkpoint"
+    ):
+        model.load_state_dict({**whole, "head.bias": torch.ones(7)})
+    divided.remove_hooks()
+    with pytest.raises(RuntimeError, match=r"size mismatch for head\.weight"):
+        model.load_state_dict(whole)
+
+
 def test_what_the_log_says() -> None:
     model = Words()
     number = sum(parameter.numel() for parameter in model.parameters())

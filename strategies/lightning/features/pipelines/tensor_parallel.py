@@ -27,6 +27,7 @@ from strategies.common.torch_compat import tree_leaves
 from strategies.common.transformers_compat import tensor_parallel_plans
 from strategies.lightning.arguments import as_misconfiguration, check_whole_number
 from strategies.lightning.compat import (
+    BatchSizeFinder,
     Metric,
     MisconfigurationException,
     averaged_model,
@@ -95,11 +96,16 @@ class TensorParallel(Feature):
     def check(self, prepared: Preparation) -> None:
         """Find the plan, and check what does not work with divided layers."""
         model = prepared.model
+        trainer: Any = prepared.trainer
         check_is_whole(model)
+        if any(isinstance(callback, BatchSizeFinder) for callback in trainer.callbacks):
+            raise MisconfigurationException(
+                f"BatchSizeFinder and Tuner.scale_batch_size do not work with tensor_parallel_size={self._size} yet, "
+                "because each pipeline would search on its own. Set the batch size."
+            )
         self._plan = plan_of(model, self._size)
         if not prepared.is_fitting:
             return
-        trainer: Any = prepared.trainer
         if hooks := overridden_gradient_hooks(trainer, model):
             rank_zero_warn(
                 f"{', '.join(hooks)}: under tensor_parallel_size={self._size} each pipeline has its part of the "
