@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, ClassVar, Literal, Protocol, cast
 from weakref import WeakSet
 
@@ -507,6 +508,24 @@ class DividedModel:
     def whole_states(self, optimizer: Optimizer, states: Mapping[Any, Any], group: TensorGroup) -> dict[Any, Any]:
         """Return states of whole parameters, from the parts of all ranks, which all call this."""
         return self._changed(optimizer, states, lambda part, value: part.joined(group.parts(value)), whole=False)
+
+    def parts_in(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the divided parameters in a state dict of the model, which may leave some out.
+
+        Raises:
+            RuntimeError: If some are left out, and tensors with new names may be these parts.
+        """
+        model, left_out = self._model, [name for name in self.parts if name not in state]
+        named = model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+        known = {name for name, _ in chain(*named)}
+        new = [name for name, value in state.items() if isinstance(value, Tensor) and name not in known]
+        if left_out and new:
+            raise RuntimeError(
+                f"the state_dict of {type(model).__name__} has no {left_out[0]}, which {self.option} divides, but has "
+                f"{new[0]}, a name that the model does not have. A state_dict may leave parameters out, but of a "
+                "renamed one only a part would be saved. Rename parameters in on_save_checkpoint."
+            )
+        return {name: state[name] for name in self.parts if name in state}
 
     def whole_weights(self, weights: Mapping[str, Any], group: TensorGroup) -> dict[str, Any]:
         """Return a state dict of the model with whole parameters, from the parts of all ranks, which all call this."""

@@ -154,7 +154,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "tokens": ("padded", {"schedule": "1f1b", "loss_weight": "tokens"}, {"accumulate_grad_batches": 2}),
     "resumed": ("tied", {"schedule": "1f1b"}, {}),
     "half": ("tied", {"schedule": "1f1b"}, {"max_epochs": 1}),
-    "lr_find": ("tied", {}, {"callbacks": [LearningRateFinder(num_training_steps=4, update_attr=False)]}),
+    "lr_find": ("distilled", {}, {"callbacks": [LearningRateFinder(num_training_steps=4, update_attr=False)]}),
     "bert": ("bert", {}, {}),
     "auto": ("llama", {"schedule": "auto", "balance": "by_size"}, {}),
     "by_time": ("llama", {"balance": "by_time"}, {}),

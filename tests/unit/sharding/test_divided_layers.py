@@ -111,6 +111,19 @@ def test_whole_weights_are_loaded_as_parts() -> None:
         model.load_state_dict(whole)
 
 
+def test_a_state_dict_may_leave_parameters_out_but_not_rename_them() -> None:
+    model = Words(is_tied=True)
+    divided = PlannedModel(model, {**PLAN, **HEAD}, 0, 2)
+    state = {name: value for name, value in model.state_dict().items() if not name.startswith("blocks.0.")}
+    given = divided.parts_in({**state, "_extra_state": "unknown, but no tensor"})
+    assert given == {name: state[name] for name in divided.parts if name in state} and len(given) == 6
+    message = (
+        r"the state_dict of Words has no blocks\.0\.up\.weight, which tensor_parallel_size divides, but has renamed,"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        divided.parts_in({**state, "renamed": model.blocks.state_dict()["0.up.weight"]})
+
+
 def test_what_the_log_says() -> None:
     model = Words()
     number = sum(parameter.numel() for parameter in model.parameters())

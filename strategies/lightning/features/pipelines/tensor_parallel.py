@@ -184,7 +184,8 @@ class TensorParallel(Feature):
 
         def join(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
             assert self._model is not None and self._group is not None
-            own = {name: state[f"{prefix}{name}"] for name in self._model.parts}
+            given = {name[len(prefix) :]: value for name, value in state.items() if name.startswith(prefix)}
+            own = self._model.parts_in(given)
             put_values(own)
             state.update(
                 {f"{prefix}{name}": value for name, value in self._model.whole_weights(own, self._group).items()}
