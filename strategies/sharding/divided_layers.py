@@ -242,10 +242,15 @@ class RowLayer(DividedLayer):
 
 
 class VocabularyLayer(DividedLayer):
-    """An embedding divided by its entries. Each rank looks up its own, and the sum has all of them."""
+    """An embedding divided by its entries. Each rank looks up its own, and the sum has all of them.
 
-    def __init__(self, first: int) -> None:
-        self._first = first
+    Args:
+        first: The first entry of this rank.
+        whole: The number of entries of all ranks.
+    """
+
+    def __init__(self, first: int, whole: int) -> None:
+        self._first, self._whole = first, whole
         self._elsewhere: Tensor | None = None
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -253,7 +258,8 @@ class VocabularyLayer(DividedLayer):
 
         def own(ids: Tensor) -> Tensor:
             shifted = ids - self._first
-            self._elsewhere = (shifted < 0) | (shifted >= number)
+            is_known = (ids >= 0) & (ids < self._whole)  # an unknown id fails in the lookup of every rank
+            self._elsewhere = is_known & ((shifted < 0) | (shifted >= number))
             return shifted.masked_fill(self._elsewhere, 0)
 
         return _first_changed(own, args, kwargs)
@@ -642,7 +648,8 @@ class PlannedModel(DividedModel):
         self._note_parts(self._planned_parts)
         self._check_sizes()
         for module, style, _ in layers:
-            arguments = [self._first_of(module)] if style.kind == "vocabulary" else []
+            is_table = style.kind == "vocabulary"
+            arguments = [self._first_of(module), len(cast(Tensor, module.weight))] if is_table else []
             self._undo += style.make(*arguments).install(module)
             self._resize(module, style)
         self._divide()

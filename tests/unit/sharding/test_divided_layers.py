@@ -124,6 +124,19 @@ def test_a_state_dict_may_leave_parameters_out_but_not_rename_them() -> None:
         divided.parts_in({**state, "renamed": model.blocks.state_dict()["0.up.weight"]})
 
 
+@pytest.mark.parametrize("number", [-100, -1, 6, 9])
+@pytest.mark.parametrize("plan", [{"table": "embedding_rowwise"}, HEAD], ids=["in the plan", "tied"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_entries_that_no_rank_has(rank: int, plan: dict[str, str], number: int) -> None:
+    model, ids = Words(is_tied=plan is HEAD), torch.tensor([[0, 5], [number, 2]])
+    with pytest.raises(IndexError, match="index out of range in self"):
+        model.table(ids)
+    divided = PlannedModel(model, plan if plan is HEAD else {**plan, **HEAD}, rank, 2)
+    with pytest.raises(IndexError, match="index out of range in self"):
+        model.table(ids)
+    divided.restore(None)
+
+
 def test_what_the_log_says() -> None:
     model = Words()
     number = sum(parameter.numel() for parameter in model.parameters())
