@@ -79,7 +79,7 @@ class StageStates:
             own = {name: gathered[name] for name, _ in self._model.named_parameters() if name in gathered}
             put_values(own)
             divided.check_equal(own, tensor_group())
-            others = {name: gathered[name] for name in divided.parts if name not in own}  # further names of tied ones
+            others = {n: value for n, value in divided.parts_in(gathered).items() if n not in own}  # tied ones
             put_values(others)
             gathered.update(divided.whole_weights({**own, **others}, tensor_group()))
         self._weights = {name: value for name, value in gathered.items() if isinstance(value, ShelvedTensor)}

@@ -93,6 +93,7 @@ def check_package(*given: Any) -> None:
 
 # Public names
 
+BatchSizeFinder = pl.callbacks.BatchSizeFinder
 Callback = pl.callbacks.Callback
 CheckpointIO = fabric.plugins.CheckpointIO
 ClosureResult = pl.loops.optimization.automatic.ClosureResult

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, ClassVar, Literal, Protocol, cast
 from weakref import WeakSet
 
@@ -241,10 +242,15 @@ class RowLayer(DividedLayer):
 
 
 class VocabularyLayer(DividedLayer):
-    """An embedding divided by its entries. Each rank looks up its own, and the sum has all of them."""
+    """An embedding divided by its entries. Each rank looks up its own, and the sum has all of them.
 
-    def __init__(self, first: int) -> None:
-        self._first = first
+    Args:
+        first: The first entry of this rank.
+        whole: The number of entries of all ranks.
+    """
+
+    def __init__(self, first: int, whole: int) -> None:
+        self._first, self._whole = first, whole
         self._elsewhere: Tensor | None = None
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -252,7 +258,8 @@ class VocabularyLayer(DividedLayer):
 
         def own(ids: Tensor) -> Tensor:
             shifted = ids - self._first
-            self._elsewhere = (shifted < 0) | (shifted >= number)
+            is_known = (ids >= 0) & (ids < self._whole)  # an unknown id fails in the lookup of every rank
+            self._elsewhere = is_known & ((shifted < 0) | (shifted >= number))
             return shifted.masked_fill(self._elsewhere, 0)
 
         return _first_changed(own, args, kwargs)
@@ -424,6 +431,15 @@ class DividedModel:
         self._copied = {copy.get_parameter(name): part for copy in self._copies for name, part in self.parts.items()}
         for parameter, part in (*self._part_of.items(), *self._copied.items()):
             parameter.data = part.of(parameter.data, self._rank, self._size)
+        for model in (self._model, *self._copies):
+            self._undo.append(model.register_load_state_dict_pre_hook(self._take_parts).remove)
+
+    def _take_parts(self, model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Replace whole parameters in a state dict that is being loaded, such as of a checkpoint, with the parts."""
+        for name, part in self.parts.items():
+            value, shape = state.get(f"{prefix}{name}"), model.get_parameter(name).shape
+            if isinstance(value, Tensor) and list(value.shape) == part.whole_shape(shape, self._size):
+                state[f"{prefix}{name}"] = part.of(value, self._rank, self._size)
 
     @property
     def divided(self) -> Mapping[nn.Parameter, PartOfTensor]:
@@ -498,6 +514,24 @@ class DividedModel:
     def whole_states(self, optimizer: Optimizer, states: Mapping[Any, Any], group: TensorGroup) -> dict[Any, Any]:
         """Return states of whole parameters, from the parts of all ranks, which all call this."""
         return self._changed(optimizer, states, lambda part, value: part.joined(group.parts(value)), whole=False)
+
+    def parts_in(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the divided parameters in a state dict of the model, which may leave some out.
+
+        Raises:
+            RuntimeError: If some are left out, and tensors with new names may be these parts.
+        """
+        model, left_out = self._model, [name for name in self.parts if name not in state]
+        named = model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+        known = {name for name, _ in chain(*named)}
+        new = [name for name, value in state.items() if isinstance(value, Tensor) and name not in known]
+        if left_out and new:
+            raise RuntimeError(
+                f"the state_dict of {type(model).__name__} has no {left_out[0]}, which {self.option} divides, but has "
+                f"{new[0]}, a name that the model does not have. A state_dict may leave parameters out, but of a "
+                "renamed one only a part would be saved. Rename parameters in on_save_checkpoint."
+            )
+        return {name: state[name] for name in self.parts if name in state}
 
     def whole_weights(self, weights: Mapping[str, Any], group: TensorGroup) -> dict[str, Any]:
         """Return a state dict of the model with whole parameters, from the parts of all ranks, which all call this."""
@@ -614,7 +648,8 @@ class PlannedModel(DividedModel):
         self._note_parts(self._planned_parts)
         self._check_sizes()
         for module, style, _ in layers:
-            arguments = [self._first_of(module)] if style.kind == "vocabulary" else []
+            is_table = style.kind == "vocabulary"
+            arguments = [self._first_of(module), len(cast(Tensor, module.weight))] if is_table else []
             self._undo += style.make(*arguments).install(module)
             self._resize(module, style)
         self._divide()

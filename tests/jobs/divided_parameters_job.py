@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pytorch_lightning.callbacks import LearningRateFinder
 from tensor_parallel_job import GROUPED, MODELS, ClippedByHand, Language, fit, made, seen
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -153,6 +154,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "tokens": ("padded", {"schedule": "1f1b", "loss_weight": "tokens"}, {"accumulate_grad_batches": 2}),
     "resumed": ("tied", {"schedule": "1f1b"}, {}),
     "half": ("tied", {"schedule": "1f1b"}, {"max_epochs": 1}),
+    "lr_find": ("distilled", {}, {"callbacks": [LearningRateFinder(num_training_steps=4, update_attr=False)]}),
     "bert": ("bert", {}, {}),
     "auto": ("llama", {"schedule": "auto", "balance": "by_size"}, {}),
     "by_time": ("llama", {"balance": "by_time"}, {}),

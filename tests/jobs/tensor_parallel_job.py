@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from parity import placed
 from pytorch_lightning import LightningModule, seed_everything
+from pytorch_lightning.callbacks import LearningRateFinder, WeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from transformers import (
@@ -105,6 +106,29 @@ class SummedTwice(Language):
         return {**plan, "model.model.layers.*.input_layernorm": "replicated_with_grad_allreduce"}
 
 
+class Distilled(Language):
+    """Has a layer that is divided, but left out of checkpoints."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.teacher = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.register_state_dict_post_hook(_leave_out)
+        self.register_load_state_dict_pre_hook(_put_in)
+
+    def tensor_parallel_plan(self) -> dict[str, str]:
+        return {"teacher": "colwise", **{f"model.{name}": style for name, style in self.model.tp_plan.items()}}
+
+
+def _leave_out(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    for name in ("weight", "bias"):
+        del state[f"{prefix}teacher.{name}"]
+
+
+def _put_in(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, value in model.teacher.named_parameters():
+        state[f"{prefix}teacher.{name}"] = value.detach()
+
+
 class ClippedByHand(Language):
     """Computes the norm of the parts of its own pipeline."""
 
@@ -171,6 +195,7 @@ MODELS: dict[str, Callable[[], Language]] = {
     "gpt2": gpt2,
     "bert": bert,
     "dropout": lambda: gpt2(0.1),
+    "distilled": lambda: Distilled(LlamaForCausalLM(LlamaConfig(**GROUPED, tie_word_embeddings=True))),
     "clipped by hand": lambda: ClippedByHand(LlamaForCausalLM(LlamaConfig(**GROUPED))),
     "penalised": lambda: Penalised(LlamaForCausalLM(LlamaConfig(**GROUPED))),
     "summed twice": lambda: SummedTwice(LlamaForCausalLM(LlamaConfig(**GROUPED))),
@@ -182,6 +207,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     **{name: (name, {}, {}) for name in MODELS},
     "accumulated": ("llama", {"checkpoint": "always"}, {"accumulate_grad_batches": 2}),
     "resumed": ("tied", {"schedule": "1f1b"}, {}),
+    "lr_find": (
+        "distilled",
+        {},
+        {"callbacks": [LearningRateFinder(num_training_steps=4, update_attr=False), WeightAveraging()]},
+    ),
     "auto": ("llama", {"schedule": "auto", "balance": "by_size"}, {}),
     **{name: ("llama", {"balance": name}, {}) for name in ("by_size", "by_time")},
     "reduced": ("llama", {"schedule": "1f1b", "zero_stage": 2}, {}),

@@ -54,7 +54,13 @@ def compared(stages: int, replicas: int, cases: Sequence[str]) -> None:
 
 
 def test_two_replicas_of_two_stages() -> None:
-    run(compared, 2, 2, ["llama", "gpipe", "tied", "gpt2", "accumulated", "tokens", "resumed"], timeout_seconds=390)
+    run(
+        compared,
+        2,
+        2,
+        ["llama", "gpipe", "tied", "gpt2", "accumulated", "tokens", "resumed", "lr_find"],
+        timeout_seconds=390,
+    )
 
 
 def test_what_is_measured() -> None:

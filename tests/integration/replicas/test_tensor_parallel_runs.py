@@ -68,7 +68,14 @@ def compared(stages: int, parts: int, replicas: int, cases: Sequence[str], by_to
 
 
 def test_two_parts_of_two_stages() -> None:
-    run(compared, 2, 2, 1, ["llama", "tied", "qwen3", "gpt2", "bert", "accumulated", "resumed"], timeout_seconds=390)
+    run(
+        compared,
+        2,
+        2,
+        1,
+        ["llama", "tied", "qwen3", "gpt2", "bert", "accumulated", "resumed", "lr_find"],
+        timeout_seconds=390,
+    )
 
 
 DIFFERENT_LOSSES = "have computed different losses from one batch"

@@ -5,12 +5,14 @@ The stage of a worker is in this process, behind a remote stage that calls it at
 
 import itertools
 from copy import deepcopy
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from answered import Answered
 from parity import alike
 from torch import nn
@@ -32,6 +34,7 @@ from strategies.pipeline.state.shelved import ShelvedTensor
 from strategies.pipeline.state.stage_state import StageState
 from strategies.pipeline.state.state_dict import StateOfStages
 from strategies.pipeline.worker.hosted import HostedStage
+from strategies.sharding.divided_layers import PlannedModel, TensorGroup, connect
 
 
 class Stage(HostedStage):
@@ -159,6 +162,22 @@ def test_gathered() -> None:
     assert elsewhere == [key for key, tensor in sharded_tensors(checkpoint).items() if id(tensor) in received]
     two.states.forget()
     assert two.states.gathered_tensors() == [] and two.stage.held.shelf == {}
+
+
+def test_a_divided_weight_that_is_not_saved() -> None:
+    def leave_out(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        del state["outside.weight"]
+
+    two = TwoStages()
+    two.model.register_state_dict_post_hook(leave_out)
+    two.pipeline.divided = PlannedModel(two.model, {"outside": "colwise_gather_output"}, 0, 1)
+    connect(TensorGroup(dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=30))))
+    try:
+        weights = two.gathered()["state_dict"]
+    finally:
+        connect(None)
+    saved = {name: value for name, value in expected()["state_dict"].items() if name != "outside.weight"}
+    alike(dict(weights), saved, tolerance=0.0)
 
 
 def test_what_hooks_see_of_other_stages() -> None:

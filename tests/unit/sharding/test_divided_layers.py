@@ -87,6 +87,56 @@ def test_each_rank_has_its_part() -> None:
     assert model.head.weight.shape == (6, 4)
 
 
+def test_whole_weights_are_loaded_as_parts() -> None:
+    whole, model = Words(is_tied=True).state_dict(), Words(is_tied=True)
+    average = copy.deepcopy(model)
+    divided = PlannedModel(model, {**PLAN, **HEAD}, 1, 2, [average])
+    around = nn.Sequential(average)
+    model.load_state_dict(whole)
+    around.load_state_dict({f"0.{name}": value for name, value in whole.items()})
+    for name, own in model.state_dict().items():
+        part = divided.parts.get(name)
+        assert torch.equal(own, whole[name] if part is None else part.of(whole[name], 1, 2)), name
+        assert torch.equal(average.state_dict()[name], own), name
+    assert whole["table.weight"].shape == (6, 4)
+    parts = {name: value + 1 for name, value in model.state_dict().items()}
+    model.load_state_dict(parts)
+    assert all(torch.equal(own, parts[name]) for name, own in model.state_dict().items())
+    with pytest.raises(
+        RuntimeError, match=r"head\.bias: copying a param with shape torch\.Size\(\[7\]\) from checkpoint"
+    ):
+        model.load_state_dict({**whole, "head.bias": torch.ones(7)})
+    divided.remove_hooks()
+    with pytest.raises(RuntimeError, match=r"size mismatch for head\.weight"):
+        model.load_state_dict(whole)
+
+
+def test_a_state_dict_may_leave_parameters_out_but_not_rename_them() -> None:
+    model = Words(is_tied=True)
+    divided = PlannedModel(model, {**PLAN, **HEAD}, 0, 2)
+    state = {name: value for name, value in model.state_dict().items() if not name.startswith("blocks.0.")}
+    given = divided.parts_in({**state, "_extra_state": "unknown, but no tensor"})
+    assert given == {name: state[name] for name in divided.parts if name in state} and len(given) == 6
+    message = (
+        r"the state_dict of Words has no blocks\.0\.up\.weight, which tensor_parallel_size divides, but has renamed,"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        divided.parts_in({**state, "renamed": model.blocks.state_dict()["0.up.weight"]})
+
+
+@pytest.mark.parametrize("number", [-100, -1, 6, 9])
+@pytest.mark.parametrize("plan", [{"table": "embedding_rowwise"}, HEAD], ids=["in the plan", "tied"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_entries_that_no_rank_has(rank: int, plan: dict[str, str], number: int) -> None:
+    model, ids = Words(is_tied=plan is HEAD), torch.tensor([[0, 5], [number, 2]])
+    with pytest.raises(IndexError, match="index out of range in self"):
+        model.table(ids)
+    divided = PlannedModel(model, plan if plan is HEAD else {**plan, **HEAD}, rank, 2)
+    with pytest.raises(IndexError, match="index out of range in self"):
+        model.table(ids)
+    divided.restore(None)
+
+
 def test_what_the_log_says() -> None:
     model = Words()
     number = sum(parameter.numel() for parameter in model.parameters())

@@ -27,6 +27,7 @@ from strategies.common.torch_compat import tree_leaves
 from strategies.common.transformers_compat import tensor_parallel_plans
 from strategies.lightning.arguments import as_misconfiguration, check_whole_number
 from strategies.lightning.compat import (
+    BatchSizeFinder,
     Metric,
     MisconfigurationException,
     averaged_model,
@@ -95,11 +96,16 @@ class TensorParallel(Feature):
     def check(self, prepared: Preparation) -> None:
         """Find the plan, and check what does not work with divided layers."""
         model = prepared.model
+        trainer: Any = prepared.trainer
         check_is_whole(model)
+        if any(isinstance(callback, BatchSizeFinder) for callback in trainer.callbacks):
+            raise MisconfigurationException(
+                f"BatchSizeFinder and Tuner.scale_batch_size do not work with tensor_parallel_size={self._size} yet, "
+                "because each pipeline would search on its own. Set the batch size."
+            )
         self._plan = plan_of(model, self._size)
         if not prepared.is_fitting:
             return
-        trainer: Any = prepared.trainer
         if hooks := overridden_gradient_hooks(trainer, model):
             rank_zero_warn(
                 f"{', '.join(hooks)}: under tensor_parallel_size={self._size} each pipeline has its part of the "
@@ -178,7 +184,8 @@ class TensorParallel(Feature):
 
         def join(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
             assert self._model is not None and self._group is not None
-            own = {name: state[f"{prefix}{name}"] for name in self._model.parts}
+            given = {name[len(prefix) :]: value for name, value in state.items() if name.startswith(prefix)}
+            own = self._model.parts_in(given)
             put_values(own)
             state.update(
                 {f"{prefix}{name}": value for name, value in self._model.whole_weights(own, self._group).items()}

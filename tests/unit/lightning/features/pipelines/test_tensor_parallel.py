@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from pytorch_lightning.callbacks import BatchSizeFinder
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import nn
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
@@ -80,13 +81,24 @@ def test_each_process_has_its_share_of_the_parameters(size: int) -> None:
 def test_layers_are_measured_as_parts(balance: Any) -> None:
     options = RPCSequentialStrategy(balance, tensor_parallel_size=2).options
     model = Around(LlamaForCausalLM(LlamaConfig(**SMALL)))
-    prepared: Any = SimpleNamespace(model=model, options=options, settings=options.settings, is_fitting=False)
+    settings, trainer = options.settings, SimpleNamespace(callbacks=[])
+    prepared: Any = SimpleNamespace(model=model, options=options, settings=settings, trainer=trainer, is_fitting=False)
     feature, shape = TensorParallel(2), [8, 8]
     feature.check(prepared)
     query = model.model.model.layers[0].self_attn.q_proj
     with feature.measuring(prepared):
         assert list(query.weight.shape) == ([4, 8] if balance == "by_size" else shape)  # nothing to measure otherwise
     assert list(query.weight.shape) == shape
+
+
+@pytest.mark.parametrize("is_fitting", [True, False])
+def test_a_finder_of_a_batch_size_is_refused(is_fitting: bool) -> None:
+    trainer = SimpleNamespace(callbacks=[BatchSizeFinder()])
+    prepared: Any = SimpleNamespace(model=nn.Linear(2, 2), trainer=trainer, is_fitting=is_fitting)
+    with pytest.raises(
+        MisconfigurationException, match=r"Tuner\.scale_batch_size do not work with tensor_parallel_siz"
+    ):
+        TensorParallel(2).check(prepared)
 
 
 def test_heads_that_do_not_divide() -> None:
