@@ -31,6 +31,25 @@ def _check_unchanged(path: Path, state: tuple[int, int]) -> None:
 
 
 @dataclass(frozen=True)
+class Geometry:
+    """Which elements of a storage a tensor has."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Geometry":
+        """Return the geometry of a tensor."""
+        return cls(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+    def on(self, storage: UntypedStorage) -> Tensor:
+        """Return the tensor on a storage."""
+        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
+
+
+@dataclass(frozen=True)
 class InFile(Stored):
     """A tensor in a file that ``torch.save`` wrote.
 
@@ -39,17 +58,14 @@ class InFile(Stored):
         start: Offset of the tensor's storage in the file, in bytes.
         num_bytes: Size of the storage.
         state: Size and modification time of the file, to detect that it has been replaced.
-        dtype, size, stride, offset: The geometry of the tensor.
+        geometry: Which elements of the storage the tensor has.
     """
 
     path: Path
     state: tuple[int, int]
     start: int
     num_bytes: int
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
+    geometry: Geometry
 
     def read(self) -> Tensor:
         """Return the values."""
@@ -60,28 +76,30 @@ class InFile(Stored):
             data: Any = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
             if file.readinto(data) != self.num_bytes:
                 raise RuntimeError(f"the checkpoint {self.path} has been cut off since it was opened")
-        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
+        return self.geometry.on(storage)
 
 
 @dataclass(frozen=True)
 class InShards(Stored):
-    """A tensor of a sharded checkpoint.
+    """A tensor of a sharded checkpoint, or a view of one.
 
     Attributes:
         shards: The directory of the values.
         key: The name of the tensor in it.
-        dtype, size: The dtype and the size of the tensor.
+        dtype, size: The dtype and the size of the tensor in it.
+        geometry: Which elements of the tensor in it the tensor has.
     """
 
     shards: Path
     key: str
     dtype: torch.dtype
     size: tuple[int, ...]
+    geometry: Geometry
 
     def read(self) -> Tensor:
         """Return the values."""
         like = torch.empty(self.size, dtype=self.dtype, device="meta")
-        return read_tensors(self.shards, {self.key: like})[self.key]
+        return self.geometry.on(read_tensors(self.shards, {self.key: like})[self.key].untyped_storage())
 
 
 @dataclass(frozen=True)
@@ -131,8 +149,7 @@ def references_in_file(
             continue
 
         def refer(own: Tensor, start: int = start, num_bytes: int = storage.nbytes()) -> InFile:
-            geometry = own.dtype, tuple(own.shape), own.stride(), int(own.storage_offset())
-            return InFile(path, state, start, num_bytes, *geometry)
+            return InFile(path, state, start, num_bytes, Geometry.of(own))
 
         found[storage_key(tensor)] = FileReference(tensor, refer, num_changes(tensor))
     return found
@@ -144,8 +161,8 @@ def references_in_shards(shards: Path, state: Mapping[str, Any]) -> dict[int, Fi
     for key, tensor in flat(state, "state_dict").items():
         if tensor.is_meta:
 
-            def refer(own: Tensor, key: str = key) -> InShards:
-                return InShards(shards, key, own.dtype, tuple(own.shape))
+            def refer(own: Tensor, key: str = key, whole: Tensor = tensor) -> InShards:
+                return InShards(shards, key, whole.dtype, tuple(whole.shape), Geometry.of(own))
 
             found[storage_key(tensor)] = FileReference(tensor, refer, num_changes(tensor))
     return found
