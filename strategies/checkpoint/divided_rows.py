@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from strategies.checkpoint.ranks import DividedStates
+from strategies.checkpoint.references import InShards, Unread, with_values
 from strategies.checkpoint.save_and_load import load_tensors, read_tensors
 from strategies.common.torch_compat import tree_map_only
 from strategies.common.trees import flat, with_tensors
@@ -26,25 +27,26 @@ from strategies.sharding.rows import gather_rows, own_rows, rows_of, whole_shape
 
 
 def read_rows(
-    shards: Path, state: Mapping[str, Any], parameters: Mapping[str, DTensor], group: ProcessGroup
+    unread: Unread, state: Mapping[str, Any], parameters: Mapping[str, DTensor], group: ProcessGroup
 ) -> dict[str, Any]:
     """Read the weights of a sharded checkpoint: only this rank's rows of divided parameters, and all other tensors.
 
     Args:
-        shards: The directory with the values.
-        state: The state dict in the checkpoint, with tensors on the ``meta`` device.
+        unread: The tensors of the checkpoint that have not been read.
+        state: The state dict in the checkpoint, which ``on_load_checkpoint`` may have changed.
         parameters: The divided parameters, by name.
         group: The ranks, on gloo.
     """
-    mesh, rows = DeviceMesh.from_group(group, "cpu"), dict[str, DTensor]()
+    mesh, rows, keys = DeviceMesh.from_group(group, "cpu"), dict[str, DTensor](), dict[str, str]()
+    located = unread.located(state, "state_dict")
     for name, p in parameters.items():
-        value = state.get(name)
-        if isinstance(value, Tensor) and value.is_meta and value.shape == p.shape:
-            rows[name] = divided_by_rows(torch.empty(p.to_local().shape, dtype=value.dtype), p.shape, mesh)
-    load_tensors({f"state_dict.{name}": own for name, own in rows.items() if own.to_local().numel()}, shards)
-    undivided = {name: value for name, value in state.items() if name not in rows}
-    whole = with_tensors(undivided, read_tensors(shards, flat(undivided, "state_dict")), "state_dict")
-    return {name: rows.get(name, whole.get(name)) for name in state}
+        stored = located.get(name)
+        if isinstance(stored, InShards) and stored.is_whole and stored.size == p.shape:
+            keys[name] = stored.key
+            rows[stored.key] = divided_by_rows(torch.empty(p.to_local().shape, dtype=stored.dtype), p.shape, mesh)
+    load_tensors({key: own for key, own in rows.items() if own.to_local().numel()}, unread.shards)
+    undivided = with_values({name: value for name, value in located.items() if name not in keys})
+    return {name: rows[keys[name]] if name in keys else undivided[name] for name in state}
 
 
 def divided_states(num_entries: Sequence[Mapping[tuple[int, str], int]]) -> set[tuple[int, str]]:

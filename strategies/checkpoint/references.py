@@ -4,7 +4,7 @@ If no process can hold the whole model, each process that gets layers reads thei
 the shapes and the place of each tensor: an offset in a file, or a key in a sharded directory.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-from strategies.checkpoint.save_and_load import SHARDED_KEYS, read_tensors
-from strategies.common.torch_compat import fake_tensors, num_changes, offset_in_file, storage_key
+from strategies.checkpoint.save_and_load import SHARDED_KEYS, read_tensors, sharded_tensors
+from strategies.common.torch_compat import (
+    fake_tensors,
+    num_changes,
+    offset_in_file,
+    storage_key,
+    tree_leaves,
+    tree_map_only,
+)
 from strategies.common.transformers_compat import read_safetensors
-from strategies.common.trees import flat
-from strategies.pipeline.construction.stored import FileReference, Stored
+from strategies.common.trees import flat, with_tensors
+from strategies.pipeline.construction.stored import FileReference, Stored, where_stored
 
 
 def file_state(path: Path) -> tuple[int, int]:
@@ -98,8 +105,17 @@ class InShards(Stored):
 
     def read(self) -> Tensor:
         """Return the values."""
-        like = torch.empty(self.size, dtype=self.dtype, device="meta")
-        return self.geometry.on(read_tensors(self.shards, {self.key: like})[self.key].untyped_storage())
+        return read_together([self])[self]
+
+    @property
+    def like(self) -> Tensor:
+        """The whole tensor, on the ``meta`` device."""
+        return torch.empty(self.size, dtype=self.dtype, device="meta")
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this is the whole tensor, with its rows in order."""
+        return self.geometry == Geometry.of(self.like)
 
 
 @dataclass(frozen=True)
@@ -155,10 +171,65 @@ def references_in_file(
     return found
 
 
-def references_in_shards(shards: Path, state: Mapping[str, Any]) -> dict[int, FileReference]:
-    """Return references to the tensors of a state dict on the ``meta`` device, keyed by the tensors' storages."""
+def read_together(stored: Iterable[InShards]) -> dict[InShards, Tensor]:
+    """Read tensors of sharded checkpoints. What two of them have in common is read once, and they share its memory."""
+    stored = set(stored)
+    wanted: dict[Path, dict[str, Tensor]] = {own.shards: {} for own in stored}
+    for own in stored:
+        wanted[own.shards][own.key] = own.like
+    values = {shards: read_tensors(shards, tensors) for shards, tensors in wanted.items()}
+    return {own: own.geometry.on(values[own.shards][own.key].untyped_storage()) for own in stored}
+
+
+def with_values(tree: Any) -> Any:
+    """Return the structure with the values of each :class:`InShards` in its place."""
+    values = read_together(leaf for leaf in tree_leaves(tree) if isinstance(leaf, InShards))
+    return tree_map_only(InShards, values.__getitem__, tree)
+
+
+class Unread:
+    """The tensors of a sharded checkpoint whose values have not been read. They are on the ``meta`` device.
+
+    Args:
+        shards: The directory of the values.
+        checkpoint: The checkpoint, as it was read.
+
+    Attributes:
+        shards: The directory of the values.
+        references: References to the tensors.
+    """
+
+    def __init__(self, shards: Path, checkpoint: Mapping[str, Any]) -> None:
+        self.shards = shards
+        self.references = references_in_shards(shards, checkpoint)
+
+    def located(self, tree: Any, prefix: str) -> Any:
+        """Return the structure with an :class:`InShards` in place of each tensor on the ``meta`` device.
+
+        Args:
+            tree: A part of the checkpoint, in which ``on_load_checkpoint`` may have moved tensors and made views.
+            prefix: The path of the part.
+
+        Raises:
+            RuntimeError: If a tensor on the ``meta`` device is not from the checkpoint, or was changed in place.
+        """
+        found = {name: where_stored(t, self.references) for name, t in flat(tree, prefix).items() if t.is_meta}
+        if names := [name for name, stored in found.items() if stored is None]:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise RuntimeError(
+                f"on_load_checkpoint has computed {', '.join(names[:3])}{more} of the sharded checkpoint "
+                f"{self.shards.parent} from tensors that have no values yet: each process reads its part later, and "
+                "until then the tensors are on the meta device. Rename or remove such tensors, take views of them, or "
+                "put tensors with values in their place; or load a checkpoint in one file, see "
+                "strategies.checkpoint.consolidate."
+            )
+        return with_tensors(tree, found, prefix)
+
+
+def references_in_shards(shards: Path, checkpoint: Mapping[str, Any]) -> dict[int, FileReference]:
+    """Return references to the tensors of a checkpoint on the ``meta`` device, keyed by the tensors' storages."""
     found: dict[int, FileReference] = {}
-    for key, tensor in flat(state, "state_dict").items():
+    for key, tensor in sharded_tensors(checkpoint).items():
         if tensor.is_meta:
 
             def refer(own: Tensor, key: str = key, whole: Tensor = tensor) -> InShards:

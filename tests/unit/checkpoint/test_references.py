@@ -34,7 +34,7 @@ def test_views_of_tensors_in_shards(tmp_path: Path) -> None:
     save_sharded({"state_dict": {"square": square, "numbers": numbers}}, path := tmp_path / "x.ckpt")
     checkpoint, shards = load_sharded(path, ())
     state = checkpoint["state_dict"]
-    references = references_in_shards(shards, state)
+    references = references_in_shards(shards, checkpoint)
     views: dict[str, tuple[torch.Tensor, torch.Tensor]] = {
         "whole": (state["square"], square),
         "transposed": (state["square"].t(), square.t()),
