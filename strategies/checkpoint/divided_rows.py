@@ -5,7 +5,6 @@ sharded   every rank: its rows ──▶ torch.distributed.checkpoint.save ─�
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.optim import Optimizer
 
 from strategies.checkpoint.ranks import DividedStates
 from strategies.checkpoint.references import InShards, Unread, with_values
-from strategies.checkpoint.save_and_load import load_tensors, read_tensors
+from strategies.checkpoint.save_and_load import load_tensors
 from strategies.common.torch_compat import tree_map_only
 from strategies.common.trees import flat, with_tensors
 from strategies.optim.restricted import is_by_element, parameters_of
@@ -122,29 +121,24 @@ class RowStates(DividedStates):
     def _divided_rows(self, rows: Tensor, parameter: Tensor, shape: torch.Size) -> Tensor:
         return divided_by_rows(rows.detach().cpu(), shape, self._mesh)
 
-    def _own_part(
-        self, optimizer: Optimizer, states: Mapping[Any, Any], shards: Path | None, prefix: str
-    ) -> dict[Any, Any]:
+    def _own_part(self, optimizer: Optimizer, states: Mapping[Any, Any]) -> dict[Any, Any]:
         part: dict[Any, Any] = {key: value for key, value in states.items() if not isinstance(key, int)}
         for number, parameter in enumerate(parameters_of(optimizer)):
             rows = rows_of(parameter.shape[0], self._group.rank(), self._group.size())
             if len(rows) and parameter.numel() and number in states:
-                part[number] = self._rows(states[number], parameter, shards, f"{prefix}.{number}")
+                part[number] = self._rows(states[number], parameter)
         return part
 
-    def _rows(self, state: Mapping[str, Any], parameter: Tensor, shards: Path | None, prefix: str) -> dict[str, Any]:
+    def _rows(self, state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
         """Read the state of one parameter, and return this rank's rows of it."""
         rank, size = self._group.rank(), self._group.size()
-        whole: Any = dict(state)
-        if shards is not None:
-            whole = with_tensors(whole, read_tensors(shards, flat(whole, prefix)), prefix)
 
         def own(value: Tensor) -> Tensor:
             if not is_by_element(value, parameter.shape):
                 return value
             return own_rows(value, parameter.shape, rank, size).clone()
 
-        rows: dict[str, Any] = tree_map_only(Tensor, own, whole)
+        rows: dict[str, Any] = tree_map_only(Tensor, own, with_values(state))
         return rows
 
 

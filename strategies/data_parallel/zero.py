@@ -443,8 +443,7 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         check_optimizer_states(plain, states)
         if isinstance(self._sharded, ShardedOptimizers):
             self._sharded.take_in()  # groups that a callback has added before the states are loaded
-        shards = None if self._unread is None else self._unread.shards
-        self._states.load([None if is_stand_in(own) else own for own in plain], states, shards)
+        self._states.load([None if is_stand_in(own) else own for own in plain], states, self._unread)
         optimizers_to_device(self.optimizers, self.root_device)
 
     def teardown(self) -> None:

@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from strategies.checkpoint import save_and_load
-from strategies.checkpoint.divided_rows import read_rows
-from strategies.checkpoint.ranks import RankStates, own_tensors, save_over_ranks
+from strategies.checkpoint.divided_rows import RowStates, read_rows
+from strategies.checkpoint.ranks import DividedStates, RankStates, own_tensors, save_over_ranks
 from strategies.checkpoint.references import Unread
 from strategies.launch.session import join_group
 from strategies.sharding.divided_optimizers import Ownership
@@ -59,7 +59,7 @@ def test_saved_and_loaded(group: Any, tmp_path: Path) -> None:
     for state in other.state.values():
         state["exp_avg"].zero_()
     states = RankStates(Ownership([other], 0, 1), group)
-    states.load([other], bare["optimizer_states"], shards)
+    states.load([other], bare["optimizer_states"], Unread(shards, bare))
     alike(other.state_dict(), optimizer.state_dict(), tolerance=0.0)
 
 
@@ -174,3 +174,26 @@ def test_weights_that_on_load_checkpoint_computes_from_no_values(
 ) -> None:
     with pytest.raises(RuntimeError, match=r"on_load_checkpoint has computed state_dict\.0\.weight of the sharded"):
         loaded(change, group, tmp_path / "a.ckpt")
+
+
+def divided_states(kind: str, optimizer: torch.optim.Optimizer, group: Any) -> DividedStates:
+    return RowStates(group) if kind == "rows" else RankStates(Ownership([optimizer], 0, 1), group)
+
+
+@pytest.mark.parametrize("kind", ["rows", "parameters"])
+def test_optimizer_states_that_on_load_checkpoint_replaces(kind: str, group: Any, tmp_path: Path) -> None:
+    model, optimizer = trained()
+    save_and_load.save_sharded(checkpoint_of(model, optimizer), path := tmp_path / "a.ckpt")
+    (bare, shards), (whole, _) = save_and_load.load_sharded(path, ["state_dict"]), save_and_load.load_sharded(path)
+    unread = Unread(shards, bare)
+    for checkpoint in (bare, whole):
+        first, second = checkpoint["optimizer_states"][0]["state"].values()
+        first["exp_avg"] = torch.zeros(4, 3)
+        second["exp_avg"], second["exp_avg_sq"] = second.pop("exp_avg_sq"), second.pop("exp_avg")
+    divided_states(kind, optimizer, group).load([optimizer], bare["optimizer_states"], unread)
+    alike(optimizer.state_dict(), whole["optimizer_states"][0], tolerance=0.0)
+
+    bare["optimizer_states"][0]["state"][1]["exp_avg"].mul_(2)
+    with pytest.raises(RuntimeError, match=r"has computed optimizer_states\.0\.state\.1\.exp_avg of the sharded"):
+        divided_states(kind, optimizer, group).load([optimizer], bare["optimizer_states"], unread)
+    alike(optimizer.state_dict(), whole["optimizer_states"][0], tolerance=0.0)
