@@ -37,11 +37,11 @@ def where_stored(tensor: Tensor, found: Mapping[int, FileReference]) -> Stored |
     """Return where the values of a tensor are; ``None`` if they are only in memory, or have changed in memory.
 
     Args:
-        tensor: The tensor.
+        tensor: The tensor. A view with the conjugate or the negative values does not have the values of its storage.
         found: The references, by the number of the storage.
     """
     reference = found.get(storage_key(tensor))
-    if reference is None or num_changes(reference.tensor) != reference.version:
+    if reference is None or num_changes(reference.tensor) != reference.version or tensor.is_conj() or tensor.is_neg():
         return None
     return reference.refer(tensor)
 
