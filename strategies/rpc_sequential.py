@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from strategies.checkpoint.background import snapshot
+from strategies.checkpoint.references import Unread
 from strategies.checkpoint.save_and_load import load_sharded, local_path
 from strategies.checkpoint.validate import DescribeStage, check_fit, no_stage, stages_by_name
 from strategies.common.torch_compat import default_group
@@ -724,9 +725,10 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             return load_sharded(path, weights_only=weights_only)[0]
         if self._has_tensors_to_build():
             assert self.lightning_module is not None
-            checkpoint, self._shards = self._construction.load_sharded(self.lightning_module, path, weights_only)
+            checkpoint, self._unread = self._construction.load_sharded(self.lightning_module, path, weights_only)
         else:
-            checkpoint, self._shards = load_sharded(path, ["state_dict"], weights_only)
+            checkpoint, shards = load_sharded(path, ["state_dict"], weights_only)
+            self._unread = Unread(shards, checkpoint)
         return checkpoint
 
     def _has_tensors_to_build(self) -> bool:
@@ -754,12 +756,12 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Give each stage the optimizer states of its parameters. A stage reads them itself from local files."""
         run, references = self.run, self._construction.take_references()
-        if self._shards is None:
+        if self._unread is None:
             with run.pipeline.optimizers.references.used(references):
                 super().load_optimizer_state_dict(self._own_part(run, checkpoint))
             return
         check_optimizer_states([unwrapped(own) for own in self.optimizers], checkpoint["optimizer_states"])
-        run.states.load_optimizer_states(checkpoint["optimizer_states"], self._shards)
+        run.states.load_optimizer_states(checkpoint["optimizer_states"], self._unread)
 
     def _own_part(self, run: Run, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a checkpoint with this pipeline's part of the optimizer states, if pipelines divide layers."""

@@ -5,7 +5,6 @@ sharded   every rank: its rows ──▶ torch.distributed.checkpoint.save ─�
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from strategies.checkpoint.ranks import DividedStates
-from strategies.checkpoint.save_and_load import load_tensors, read_tensors
+from strategies.checkpoint.references import InShards, Unread, with_values
+from strategies.checkpoint.save_and_load import load_tensors
 from strategies.common.torch_compat import tree_map_only
 from strategies.common.trees import flat, with_tensors
 from strategies.optim.restricted import is_by_element, parameters_of
@@ -26,25 +26,26 @@ from strategies.sharding.rows import gather_rows, own_rows, rows_of, whole_shape
 
 
 def read_rows(
-    shards: Path, state: Mapping[str, Any], parameters: Mapping[str, DTensor], group: ProcessGroup
+    unread: Unread, state: Mapping[str, Any], parameters: Mapping[str, DTensor], group: ProcessGroup
 ) -> dict[str, Any]:
     """Read the weights of a sharded checkpoint: only this rank's rows of divided parameters, and all other tensors.
 
     Args:
-        shards: The directory with the values.
-        state: The state dict in the checkpoint, with tensors on the ``meta`` device.
+        unread: The tensors of the checkpoint that have not been read.
+        state: The state dict in the checkpoint, which ``on_load_checkpoint`` may have changed.
         parameters: The divided parameters, by name.
         group: The ranks, on gloo.
     """
-    mesh, rows = DeviceMesh.from_group(group, "cpu"), dict[str, DTensor]()
+    mesh, rows, keys = DeviceMesh.from_group(group, "cpu"), dict[str, DTensor](), dict[str, str]()
+    located = unread.located(state, "state_dict")
     for name, p in parameters.items():
-        value = state.get(name)
-        if isinstance(value, Tensor) and value.is_meta and value.shape == p.shape:
-            rows[name] = divided_by_rows(torch.empty(p.to_local().shape, dtype=value.dtype), p.shape, mesh)
-    load_tensors({f"state_dict.{name}": own for name, own in rows.items() if own.to_local().numel()}, shards)
-    undivided = {name: value for name, value in state.items() if name not in rows}
-    whole = with_tensors(undivided, read_tensors(shards, flat(undivided, "state_dict")), "state_dict")
-    return {name: rows.get(name, whole.get(name)) for name in state}
+        stored = located.get(name)
+        if isinstance(stored, InShards) and stored.is_whole and stored.size == p.shape:
+            keys[name] = stored.key
+            rows[stored.key] = divided_by_rows(torch.empty(p.to_local().shape, dtype=stored.dtype), p.shape, mesh)
+    load_tensors({key: own for key, own in rows.items() if own.to_local().numel()}, unread.shards)
+    undivided = with_values({name: value for name, value in located.items() if name not in keys})
+    return {name: rows[keys[name]] if name in keys else undivided[name] for name in state}
 
 
 def divided_states(num_entries: Sequence[Mapping[tuple[int, str], int]]) -> set[tuple[int, str]]:
@@ -120,29 +121,24 @@ class RowStates(DividedStates):
     def _divided_rows(self, rows: Tensor, parameter: Tensor, shape: torch.Size) -> Tensor:
         return divided_by_rows(rows.detach().cpu(), shape, self._mesh)
 
-    def _own_part(
-        self, optimizer: Optimizer, states: Mapping[Any, Any], shards: Path | None, prefix: str
-    ) -> dict[Any, Any]:
+    def _own_part(self, optimizer: Optimizer, states: Mapping[Any, Any]) -> dict[Any, Any]:
         part: dict[Any, Any] = {key: value for key, value in states.items() if not isinstance(key, int)}
         for number, parameter in enumerate(parameters_of(optimizer)):
             rows = rows_of(parameter.shape[0], self._group.rank(), self._group.size())
             if len(rows) and parameter.numel() and number in states:
-                part[number] = self._rows(states[number], parameter, shards, f"{prefix}.{number}")
+                part[number] = self._rows(states[number], parameter)
         return part
 
-    def _rows(self, state: Mapping[str, Any], parameter: Tensor, shards: Path | None, prefix: str) -> dict[str, Any]:
+    def _rows(self, state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
         """Read the state of one parameter, and return this rank's rows of it."""
         rank, size = self._group.rank(), self._group.size()
-        whole: Any = dict(state)
-        if shards is not None:
-            whole = with_tensors(whole, read_tensors(shards, flat(whole, prefix)), prefix)
 
         def own(value: Tensor) -> Tensor:
             if not is_by_element(value, parameter.shape):
                 return value
             return own_rows(value, parameter.shape, rank, size).clone()
 
-        rows: dict[str, Any] = tree_map_only(Tensor, own, whole)
+        rows: dict[str, Any] = tree_map_only(Tensor, own, with_values(state))
         return rows
 
 

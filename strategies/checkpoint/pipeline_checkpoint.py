@@ -29,13 +29,14 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.optim import Optimizer
 
-from strategies.checkpoint.save_and_load import read_tensors, save_file, sharded_tensors, without_values, writing_shards
+from strategies.checkpoint.references import InShards, Unread, read_together, with_values
+from strategies.checkpoint.save_and_load import save_file, sharded_tensors, without_values, writing_shards
 from strategies.checkpoint.streaming import LateTensors
 from strategies.checkpoint.validate import check_before_loading
 from strategies.common.errors import WorkerLost
 from strategies.common.joined_lists import JoinedLists
 from strategies.common.torch_compat import tree_leaves
-from strategies.common.trees import flat, layouts, with_meta_tensors, with_tensors
+from strategies.common.trees import on_cpu
 from strategies.optim.restricted import parameters_of, part_of
 from strategies.pipeline.control.client import RemoteStage, Reply
 from strategies.pipeline.control.commands import StageCommands
@@ -194,34 +195,33 @@ class StageStates:
                 raise errors[0]
             writer.finish(metadata, [*(reply.wait() for reply in replies), written])
 
-    def load_optimizer_states(self, states: list[dict[str, Any]], shards: Path) -> None:
+    def load_optimizer_states(self, states: list[dict[str, Any]], unread: Unread) -> None:
         """Load the optimizer states of a sharded checkpoint. Each stage reads the states of its parameters.
 
         No stage loads anything before every stage has read its part.
 
         Args:
-            states: The state dicts of all optimizers, with tensors on the ``meta`` device.
-            shards: The directory with the values.
+            states: The state dicts of all optimizers, which ``on_load_checkpoint`` may have changed.
+            unread: The tensors of the checkpoint that have not been read.
         """
-        optimizers, prefix = self._pipeline.optimizers, "optimizer_states"
-
-        def part(numbers: Callable[[int], list[int]]) -> dict[int, Any]:
-            return {k: {"state": part_of(state["state"], numbers(k))} for k, state in enumerate(states)}
-
-        replies = [
-            remote.beside(_read_states, shards, layouts(part(numbers.__getitem__)), prefix, is_logged=True)
-            for remote, numbers in zip(self._pipeline.remotes, optimizers.numbers, strict=True)
-        ]
+        optimizers, remotes = self._pipeline.optimizers, self._pipeline.remotes
+        located = [unread.located(own["state"], f"optimizer_states.{k}.state") for k, own in enumerate(states)]
         here = [[n for n, p in enumerate(parameters_of(own)) if not p.is_meta] for own in optimizers.optimizers]
-        mine = part(here.__getitem__)
-        mine = with_tensors(mine, read_tensors(shards, flat(mine, prefix)), prefix)
+        theirs = [list(map(part_of, located, numbers)) for numbers in optimizers.numbers]
+        replies = [
+            remote.beside(
+                _read_states, [leaf for leaf in tree_leaves(parts) if isinstance(leaf, InShards)], is_logged=True
+            )
+            for remote, parts in zip(remotes, theirs, strict=True)
+        ]
+        mine = with_values(list(map(part_of, located, here)))
         for reply in replies:
             reply.wait()
-        for remote in self._pipeline.remotes:
-            for k in range(len(states)):
-                remote.send(StageCommands.place, Part(PartKind.OPTIMIZER, k), None)
-        for k, optimizer in enumerate(optimizers.optimizers):
-            optimizers.load_here(optimizer, {**states[k], **mine[k]})
+        for remote, parts in zip(remotes, theirs, strict=True):
+            for k, part in enumerate(parts):
+                remote.send(StageCommands.place, Part(PartKind.OPTIMIZER, k), on_cpu(part))
+        for state, part, optimizer in zip(states, mine, optimizers.optimizers, strict=True):
+            optimizers.load_here(optimizer, {**state, "state": part})
         self._pipeline.wait()
 
     # The model
@@ -318,11 +318,9 @@ def _write_shelved(stage: Any, shards: Path, plan: SavePlan, names: ShelfPaths) 
     return write_shard(shards, plan, {key: shelf[number][path] for key, (number, path) in names.items()})
 
 
-def _read_states(stage: Any, shards: Path, layout: Any, prefix: str) -> None:
+def _read_states(stage: Any, stored: list[InShards]) -> None:
     """Read optimizer states for the stage behind an ``RRef``. Runs on an RPC thread of the stage's worker."""
-    bare = with_meta_tensors(layout)
-    read = with_tensors(bare, read_tensors(shards, flat(bare, prefix)), prefix)
-    stage.local_value().hosted.held.states_read = {k: own["state"] for k, own in read.items()}
+    stage.local_value().hosted.held.states_read = read_together(stored)
 
 
 def _error_of(remote: RemoteStage, reply: Reply[Any], path: Path) -> Exception | None:

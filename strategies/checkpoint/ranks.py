@@ -19,8 +19,9 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from strategies.checkpoint.save_and_load import read_tensors, sharded_tensors, writing_shards
-from strategies.common.trees import flat, layouts, take_over, with_meta_tensors, with_tensors
+from strategies.checkpoint.references import Unread, with_values
+from strategies.checkpoint.save_and_load import sharded_tensors, writing_shards
+from strategies.common.trees import layouts, take_over, with_meta_tensors
 from strategies.optim.restricted import in_order
 from strategies.sharding.divided_optimizers import Ownership, assign_owners
 from strategies.sharding.gathered_states import gather_state_dict, gather_states
@@ -66,20 +67,21 @@ class DividedStates(ABC):
         self._gathered.clear()
 
     def load(
-        self, optimizers: Sequence[Optimizer | None], states: Sequence[Mapping[str, Any]], shards: Path | None
+        self, optimizers: Sequence[Optimizer | None], states: Sequence[Mapping[str, Any]], unread: Unread | None
     ) -> None:
         """Load this rank's part of the optimizer states of a checkpoint that any number of ranks wrote.
 
         Args:
             optimizers: The divided optimizers, in the order of ``states``; ``None`` for a state that is not loaded.
-            states: The state dicts in the checkpoint.
-            shards: The directory with the values of tensors that are on the ``meta`` device.
+            states: The state dicts in the checkpoint, which ``on_load_checkpoint`` may have changed.
+            unread: The tensors of a sharded checkpoint that have not been read.
         """
         own = []
         for k, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
             if optimizer is not None:
-                part = self._own_part(optimizer, state["state"], shards, f"optimizer_states.{k}.state")
-                own.append((optimizer, {**state, "state": part}))
+                whole = state["state"]
+                located = whole if unread is None else unread.located(whole, f"optimizer_states.{k}.state")
+                own.append((optimizer, {**state, "state": self._own_part(optimizer, located)}))
         for optimizer, state in own:  # only after everything has been read
             optimizer.load_state_dict(state)
 
@@ -92,10 +94,8 @@ class DividedStates(ABC):
         """Return what this rank writes. On rank 0, also return what the other ranks write, without values."""
 
     @abstractmethod
-    def _own_part(
-        self, optimizer: Optimizer, states: Mapping[Any, Any], shards: Path | None, prefix: str
-    ) -> dict[Any, Any]:
-        """Return this rank's part of the states of a checkpoint. Their keys in ``shards`` begin with ``prefix``."""
+    def _own_part(self, optimizer: Optimizer, states: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Return this rank's part of the states of a checkpoint. Reads the values of its references."""
 
 
 class RankStates(DividedStates):
@@ -123,11 +123,9 @@ class RankStates(DividedStates):
         state = optimizer.state_dict()
         return {**state, "state": self._ownership.own_part(optimizer, state["state"])}
 
-    def _own_part(
-        self, optimizer: Optimizer, states: Mapping[Any, Any], shards: Path | None, prefix: str
-    ) -> dict[Any, Any]:
-        part: dict[Any, Any] = self._ownership.own_part(optimizer, states)
-        return part if shards is None else with_tensors(part, read_tensors(shards, flat(part, prefix)), prefix)
+    def _own_part(self, optimizer: Optimizer, states: Mapping[Any, Any]) -> dict[Any, Any]:
+        part: dict[Any, Any] = with_values(self._ownership.own_part(optimizer, states))
+        return part
 
 
 def own_tensors(checkpoint: Mapping[str, Any], buffers: Collection[str], group: ProcessGroup) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ If no process can hold the whole model, each process that gets layers reads thei
 the shapes and the place of each tensor: an offset in a file, or a key in a sharded directory.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-from strategies.checkpoint.save_and_load import SHARDED_KEYS, read_tensors
-from strategies.common.torch_compat import fake_tensors, num_changes, offset_in_file, storage_key
+from strategies.checkpoint.save_and_load import SHARDED_KEYS, read_tensors, sharded_tensors
+from strategies.common.torch_compat import (
+    fake_tensors,
+    num_changes,
+    offset_in_file,
+    storage_key,
+    tree_leaves,
+    tree_map_only,
+)
 from strategies.common.transformers_compat import read_safetensors
-from strategies.common.trees import flat
-from strategies.pipeline.construction.stored import FileReference, Stored
+from strategies.common.trees import flat, with_tensors
+from strategies.pipeline.construction.stored import FileReference, Stored, where_stored
 
 
 def file_state(path: Path) -> tuple[int, int]:
@@ -31,6 +38,25 @@ def _check_unchanged(path: Path, state: tuple[int, int]) -> None:
 
 
 @dataclass(frozen=True)
+class Geometry:
+    """Which elements of a storage a tensor has."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Geometry":
+        """Return the geometry of a tensor."""
+        return cls(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+    def on(self, storage: UntypedStorage) -> Tensor:
+        """Return the tensor on a storage."""
+        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
+
+
+@dataclass(frozen=True)
 class InFile(Stored):
     """A tensor in a file that ``torch.save`` wrote.
 
@@ -39,17 +65,14 @@ class InFile(Stored):
         start: Offset of the tensor's storage in the file, in bytes.
         num_bytes: Size of the storage.
         state: Size and modification time of the file, to detect that it has been replaced.
-        dtype, size, stride, offset: The geometry of the tensor.
+        geometry: Which elements of the storage the tensor has.
     """
 
     path: Path
     state: tuple[int, int]
     start: int
     num_bytes: int
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
+    geometry: Geometry
 
     def read(self) -> Tensor:
         """Return the values."""
@@ -60,28 +83,39 @@ class InFile(Stored):
             data: Any = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
             if file.readinto(data) != self.num_bytes:
                 raise RuntimeError(f"the checkpoint {self.path} has been cut off since it was opened")
-        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
+        return self.geometry.on(storage)
 
 
 @dataclass(frozen=True)
 class InShards(Stored):
-    """A tensor of a sharded checkpoint.
+    """A tensor of a sharded checkpoint, or a view of one.
 
     Attributes:
         shards: The directory of the values.
         key: The name of the tensor in it.
-        dtype, size: The dtype and the size of the tensor.
+        dtype, size: The dtype and the size of the tensor in it.
+        geometry: Which elements of the tensor in it the tensor has.
     """
 
     shards: Path
     key: str
     dtype: torch.dtype
     size: tuple[int, ...]
+    geometry: Geometry
 
     def read(self) -> Tensor:
         """Return the values."""
-        like = torch.empty(self.size, dtype=self.dtype, device="meta")
-        return read_tensors(self.shards, {self.key: like})[self.key]
+        return read_together([self])[self]
+
+    @property
+    def like(self) -> Tensor:
+        """The whole tensor, on the ``meta`` device."""
+        return torch.empty(self.size, dtype=self.dtype, device="meta")
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this is the whole tensor, with its rows in order."""
+        return self.geometry == Geometry.of(self.like)
 
 
 @dataclass(frozen=True)
@@ -131,21 +165,75 @@ def references_in_file(
             continue
 
         def refer(own: Tensor, start: int = start, num_bytes: int = storage.nbytes()) -> InFile:
-            geometry = own.dtype, tuple(own.shape), own.stride(), int(own.storage_offset())
-            return InFile(path, state, start, num_bytes, *geometry)
+            return InFile(path, state, start, num_bytes, Geometry.of(own))
 
         found[storage_key(tensor)] = FileReference(tensor, refer, num_changes(tensor))
     return found
 
 
-def references_in_shards(shards: Path, state: Mapping[str, Any]) -> dict[int, FileReference]:
-    """Return references to the tensors of a state dict on the ``meta`` device, keyed by the tensors' storages."""
+def read_together(stored: Iterable[InShards]) -> dict[InShards, Tensor]:
+    """Read tensors of sharded checkpoints. What two of them have in common is read once, and they share its memory."""
+    stored = set(stored)
+    wanted: dict[Path, dict[str, Tensor]] = {own.shards: {} for own in stored}
+    for own in stored:
+        wanted[own.shards][own.key] = own.like
+    values = {shards: read_tensors(shards, tensors) for shards, tensors in wanted.items()}
+    return {own: own.geometry.on(values[own.shards][own.key].untyped_storage()) for own in stored}
+
+
+def with_values(tree: Any) -> Any:
+    """Return the structure with the values of each :class:`InShards` in its place."""
+    values = read_together(leaf for leaf in tree_leaves(tree) if isinstance(leaf, InShards))
+    return tree_map_only(InShards, values.__getitem__, tree)
+
+
+class Unread:
+    """The tensors of a sharded checkpoint whose values have not been read. They are on the ``meta`` device.
+
+    Args:
+        shards: The directory of the values.
+        checkpoint: The checkpoint, as it was read.
+
+    Attributes:
+        shards: The directory of the values.
+        references: References to the tensors.
+    """
+
+    def __init__(self, shards: Path, checkpoint: Mapping[str, Any]) -> None:
+        self.shards = shards
+        self.references = references_in_shards(shards, checkpoint)
+
+    def located(self, tree: Any, prefix: str) -> Any:
+        """Return the structure with an :class:`InShards` in place of each tensor on the ``meta`` device.
+
+        Args:
+            tree: A part of the checkpoint, in which ``on_load_checkpoint`` may have moved tensors and made views.
+            prefix: The path of the part.
+
+        Raises:
+            RuntimeError: If a tensor on the ``meta`` device is not from the checkpoint, or was changed in place.
+        """
+        found = {name: where_stored(t, self.references) for name, t in flat(tree, prefix).items() if t.is_meta}
+        if names := [name for name, stored in found.items() if stored is None]:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise RuntimeError(
+                f"on_load_checkpoint has computed {', '.join(names[:3])}{more} of the sharded checkpoint "
+                f"{self.shards.parent} from tensors that have no values yet: each process reads its part later, and "
+                "until then the tensors are on the meta device. Rename or remove such tensors, take views of them, or "
+                "put tensors with values in their place; or load a checkpoint in one file, see "
+                "strategies.checkpoint.consolidate."
+            )
+        return with_tensors(tree, found, prefix)
+
+
+def references_in_shards(shards: Path, checkpoint: Mapping[str, Any]) -> dict[int, FileReference]:
+    """Return references to the tensors of a checkpoint on the ``meta`` device, keyed by the tensors' storages."""
     found: dict[int, FileReference] = {}
-    for key, tensor in flat(state, "state_dict").items():
+    for key, tensor in sharded_tensors(checkpoint).items():
         if tensor.is_meta:
 
-            def refer(own: Tensor, key: str = key) -> InShards:
-                return InShards(shards, key, own.dtype, tuple(own.shape))
+            def refer(own: Tensor, key: str = key, whole: Tensor = tensor) -> InShards:
+                return InShards(shards, key, whole.dtype, tuple(whole.shape), Geometry.of(own))
 
             found[storage_key(tensor)] = FileReference(tensor, refer, num_changes(tensor))
     return found

@@ -29,7 +29,7 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Tensor]:
     return {name_of(path, prefix): leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
 
 
-def with_tensors(tree: Any, tensors: Mapping[str, Tensor], prefix: str = "") -> Any:
+def with_tensors(tree: Any, tensors: Mapping[str, Any], prefix: str = "") -> Any:
     """Return the structure with some tensors replaced by ``tensors``, whose keys are those of :func:`flat`."""
     result = tree_map_with_path(lambda path, leaf: tensors.get(name_of(path, prefix), leaf), tree)
     if isinstance(tree, OrderedDict):

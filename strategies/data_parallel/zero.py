@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from strategies.checkpoint.background import snapshot
 from strategies.checkpoint.divided_rows import RowStates, read_rows
 from strategies.checkpoint.ranks import DividedStates, RankStates, own_tensors, save_over_ranks
+from strategies.checkpoint.references import Unread
 from strategies.checkpoint.save_and_load import load_sharded, without_values
 from strategies.common.torch_compat import broadcast_coalesced, default_group, verify_shapes_across_ranks
 from strategies.launch.session import check_timeout
@@ -412,7 +413,8 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         # Each rank reads its optimizer states in load_optimizer_state_dict, when the rank knows which it owns.
         # If the model is already divided, each rank reads its rows in load_model_state_dict.
         keys = ["state_dict"] if self._divided is None else []
-        checkpoint, self._shards = load_sharded(path, keys, weights_only)
+        checkpoint, shards = load_sharded(path, keys, weights_only)
+        self._unread = Unread(shards, checkpoint)
         return checkpoint
 
     @property
@@ -427,9 +429,9 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         """Load the weights of a checkpoint, all or none; under stage 3, only the rows of this rank."""
         if self._divided is not None:
             state = checkpoint["state_dict"]
-            if self._shards is not None:
+            if self._unread is not None:
                 assert self._groups is not None
-                state = read_rows(self._shards, state, self._divided.parameters, self._groups[1])
+                state = read_rows(self._unread, state, self._divided.parameters, self._groups[1])
             checkpoint = {**checkpoint, "state_dict": self._divided.with_rows(state)}
         super().load_model_state_dict(checkpoint, strict)
 
@@ -441,7 +443,7 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         check_optimizer_states(plain, states)
         if isinstance(self._sharded, ShardedOptimizers):
             self._sharded.take_in()  # groups that a callback has added before the states are loaded
-        self._states.load([None if is_stand_in(own) else own for own in plain], states, self._shards)
+        self._states.load([None if is_stand_in(own) else own for own in plain], states, self._unread)
         optimizers_to_device(self.optimizers, self.root_device)
 
     def teardown(self) -> None:

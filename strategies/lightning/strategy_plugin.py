@@ -29,6 +29,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from strategies.checkpoint.background import BackgroundWriter, Writer, snapshot
+from strategies.checkpoint.references import Unread
 from strategies.checkpoint.save_and_load import check_can_be_sharded, is_sharded, load_sharded, local_path, save_sharded
 from strategies.checkpoint.validate import check_fit
 from strategies.launch.host_links import HostLinks
@@ -84,8 +85,8 @@ class StrategyPlugin(Strategy):
     _async_save = False
     """Whether checkpoints are written in the background, from a copy in host memory."""
     _writer = Writer()  # a background writer exists only during a run, so that no error is lost
-    _shards: Path | None = None
-    """Directory with the values of the checkpoint being loaded that have not been read yet."""
+    _unread: Unread | None = None
+    """The tensors of the sharded checkpoint being loaded that have not been read yet."""
     _timeout: timedelta | None = None
     """Time limit for operations of the process group."""
     _undo_step_hooks: tuple[Callable[[], None], ...] = ()
@@ -385,7 +386,7 @@ class StrategyPlugin(Strategy):
 
     def load_checkpoint(self, checkpoint_path: str | Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint, a file or a directory. Every process calls this and gets the part that it needs."""
-        self._shards = None
+        self._unread = None
         if self._writer.in_background:
             try:
                 self._writer.wait()  # the checkpoint to load may be the one being written

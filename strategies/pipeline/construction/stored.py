@@ -33,6 +33,19 @@ class FileReference:
     version: int
 
 
+def where_stored(tensor: Tensor, found: Mapping[int, FileReference]) -> Stored | None:
+    """Return where the values of a tensor are; ``None`` if they are only in memory, or have changed in memory.
+
+    Args:
+        tensor: The tensor. A view with the conjugate or the negative values does not have the values of its storage.
+        found: The references, by the number of the storage.
+    """
+    reference = found.get(storage_key(tensor))
+    if reference is None or num_changes(reference.tensor) != reference.version or tensor.is_conj() or tensor.is_neg():
+        return None
+    return reference.refer(tensor)
+
+
 class References:
     """The references in use. Outside of :meth:`used` there are none."""
 
@@ -53,8 +66,5 @@ class References:
             self._found = {}
 
     def stored(self, tensor: Tensor) -> Stored | None:
-        """Return where the values of a tensor are; ``None`` if they are only in memory, or have changed in memory."""
-        reference = self._found.get(storage_key(tensor))
-        if reference is None or num_changes(reference.tensor) != reference.version:
-            return None
-        return reference.refer(tensor)
+        """Return where the values of a tensor are; see :func:`where_stored`."""
+        return where_stored(tensor, self._found)

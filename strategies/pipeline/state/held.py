@@ -55,8 +55,8 @@ class HeldState:
         the stage can run passes at the same time.
         """
         self.shared_steps = shared_steps
-        self.states_read: dict[int, Any] = {}
-        """States of optimizers that an RPC thread has read from a checkpoint, by number, until they are placed."""
+        self.states_read: dict[Stored, Tensor] = {}
+        """States of optimizers that an RPC thread has read from a checkpoint, until they are placed."""
 
     def capture(self, part: Part) -> Any:
         """Return a part of the state. Its tensors are the stage's tensors, on the stage's device."""
@@ -86,8 +86,8 @@ class HeldState:
         Args:
             part: A state dict, buffers, attributes, ``requires_grad`` flags, or the states of an optimizer.
             content: A result of :meth:`capture`, or some of its entries; the driver reports missing entries. Attributes
-                are given by the place of their module. For an optimizer, it may have the states of the whole optimizer.
-                ``None`` stands for states that have been read from a sharded checkpoint.
+                are given by the place of their module. For an optimizer, it may have the states of the whole optimizer,
+                and a :class:`~strategies.pipeline.construction.stored.Stored` in place of a tensor.
         """
         kind, number = part
         if kind is PartKind.STATE_DICT:
@@ -101,7 +101,7 @@ class HeldState:
                 parameter.requires_grad_(flag)
         else:
             assert kind is PartKind.OPTIMIZER, f"{kind} cannot be placed"
-            self._place_states(number, self.states_read.pop(number) if content is None else content)
+            self._place_states(number, content)
 
     def whole(self) -> StageState:
         """Return the whole state, for another process."""
@@ -125,12 +125,15 @@ class HeldState:
         return {number: own.state[p] for number, p in pairs if own.state.get(p)}
 
     def _place_states(self, number: int, states: Mapping[Any, Any]) -> None:
-        states = tree_map_only(Stored, lambda stored: stored.read(), states)
+        states = tree_map_only(Stored, self._value_of, states)
         places = {number: place for place, number in enumerate(self.numbers[number])}
         own = {places.get(key, key): state for key, state in part_of(states, self.numbers[number]).items()}
         if self.shared_steps is not None:
             own = self.shared_steps.own_part(self.optimizers[number], own)
         load_states(self.optimizers[number], own)
+
+    def _value_of(self, stored: Stored) -> Tensor:
+        return self.states_read.pop(stored) if stored in self.states_read else stored.read()
 
     def _place_buffers(self, layers: StageLayers, buffers: Mapping[str, Tensor]) -> None:
         for name, buffer in buffers.items():

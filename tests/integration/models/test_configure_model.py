@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from strategies import Recovery, RPCSequentialStrategy
+from strategies.checkpoint.save_and_load import save_sharded
 from trainer import Trainer
 
 ROWS = torch.randn(12, 160, generator=torch.Generator().manual_seed(1))
@@ -205,6 +206,27 @@ def test_a_checkpoint_that_a_hook_changes(tmp_path: Path) -> None:
     train(expected, rows, make_trainer(1, steps=3, precision="64-true"), ckpt_path=path)
     resumed = make_trainer(3, pipeline(balance=[2, 2, 1]), steps=3, precision="64-true")
     train(model, rows, resumed, ckpt_path=path)
+    assert_equal(model, expected, tolerance=1e-9)
+
+
+class TransposesCheckpoint(Layers):
+    """Transposes weights of a checkpoint before they are loaded."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        state.update({name: value.t() for name, value in state.items() if value.dim() == 2})
+
+
+@pytest.mark.slow
+def test_a_sharded_checkpoint_whose_weights_a_hook_transposes(tmp_path: Path) -> None:
+    rows, path = ROWS.double(), tmp_path / "x"
+    trainer = make_trainer(1, precision="64-true")
+    train(Layers(), rows, trainer)
+    trainer.save_checkpoint(plain := tmp_path / "x.ckpt")
+    save_sharded(torch.load(plain, weights_only=True), path)
+    expected, model = TransposesCheckpoint(), TransposesCheckpoint()
+    train(expected, rows, make_trainer(1, steps=3, precision="64-true"), ckpt_path=path)
+    train(model, rows, make_trainer(2, pipeline(balance=[2, 3]), steps=3, precision="64-true"), ckpt_path=path)
     assert_equal(model, expected, tolerance=1e-9)
 
 

@@ -4,6 +4,7 @@ The stage of a worker is in this process, behind a remote stage that calls it at
 """
 
 import itertools
+from collections.abc import Callable
 from copy import deepcopy
 from datetime import timedelta
 from pathlib import Path
@@ -21,7 +22,8 @@ from torch.optim import AdamW, Optimizer
 from strategies.checkpoint import pipeline_checkpoint
 from strategies.checkpoint.background import snapshot
 from strategies.checkpoint.pipeline_checkpoint import StageStates
-from strategies.checkpoint.save_and_load import load_sharded, sharded_tensors
+from strategies.checkpoint.references import Unread
+from strategies.checkpoint.save_and_load import load_sharded, save_sharded, sharded_tensors
 from strategies.common.activity import Activity
 from strategies.common.errors import WorkerLost
 from strategies.pipeline.control import shelf
@@ -262,9 +264,50 @@ def test_written_and_read_by_the_stages(tmp_path: Path, needs_copy: bool) -> Non
         for state in optimizer.state.values():
             state["exp_avg"].zero_()
     bare, shards = load_sharded(path, ["state_dict"])
-    other.states.load_optimizer_states(bare["optimizer_states"], shards)
+    other.states.load_optimizer_states(bare["optimizer_states"], Unread(shards, bare))
     alike(other.gathered()["optimizer_states"], expected()["optimizer_states"], tolerance=0.0)
     assert not other.stage.held.states_read
+
+
+def load_changed(change: Callable[[dict[int, Any]], Any], two: TwoStages, path: Path) -> Any:
+    """Load optimizer states of a sharded checkpoint that a hook changes, and return the expected ones."""
+    save_sharded(expected(), path)
+    whole, (bare, shards) = load_sharded(path)[0], load_sharded(path, ["state_dict"])
+    unread = Unread(shards, bare)
+    for checkpoint in (whole, bare):
+        change(checkpoint["optimizer_states"][0]["state"])
+    two.states.load_optimizer_states(bare["optimizer_states"], unread)
+    return whole["optimizer_states"]
+
+
+@pytest.mark.parametrize("first", [0, 4], ids=["on a worker", "on the driver"])
+def test_optimizer_states_that_on_load_checkpoint_replaces(first: int, tmp_path: Path) -> None:
+    def change(states: dict[int, Any]) -> None:
+        a, b, c, d = range(first, first + 4)
+        states[a]["exp_avg"] = torch.zeros(states[a]["exp_avg"].shape)
+        states[a]["more"] = {"of the hook": torch.ones(2)}
+        states[b]["exp_avg"], states[b]["exp_avg_sq"] = states[b].pop("exp_avg_sq"), states[b].pop("exp_avg")
+        states[c], states[d] = states[d], states[c]
+
+    two = TwoStages()
+    states = load_changed(change, two, tmp_path / "a.ckpt")
+    alike(two.gathered()["optimizer_states"], states, tolerance=0.0)
+
+
+@pytest.mark.parametrize("number", [0, 4], ids=["on a worker", "on the driver"])
+@pytest.mark.parametrize(
+    "change",
+    [lambda own: own.update(exp_avg=torch.zeros_like(own["exp_avg"])), lambda own: own["exp_avg"].zero_()],
+    ids=["zeros_like", "in place"],
+)
+def test_optimizer_states_that_on_load_checkpoint_computes_from_no_values(
+    change: Callable[[Any], Any], number: int, tmp_path: Path
+) -> None:
+    two = TwoStages()
+    named = rf"has computed optimizer_states\.0\.state\.{number}\.exp_avg of the sharded checkpoint"
+    with pytest.raises(RuntimeError, match=named):
+        load_changed(lambda states: change(states[number]), two, tmp_path / "a.ckpt")
+    alike(two.gathered()["optimizer_states"], expected()["optimizer_states"], tolerance=0.0)
 
 
 def test_a_stage_that_cannot_write(tmp_path: Path) -> None:

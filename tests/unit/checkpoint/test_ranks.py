@@ -1,7 +1,7 @@
 """Ranks that have divided the optimizer states: a group of one, or threads. ZeRO's tests have processes."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,11 +12,15 @@ import torch
 import torch.distributed as dist
 from parity import alike
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from strategies.checkpoint import save_and_load
-from strategies.checkpoint.ranks import RankStates, own_tensors, save_over_ranks
+from strategies.checkpoint.divided_rows import RowStates, read_rows
+from strategies.checkpoint.ranks import DividedStates, RankStates, own_tensors, save_over_ranks
+from strategies.checkpoint.references import Unread
 from strategies.launch.session import join_group
 from strategies.sharding.divided_optimizers import Ownership
+from strategies.sharding.model import ShardedModel
 
 
 @pytest.fixture
@@ -55,7 +59,7 @@ def test_saved_and_loaded(group: Any, tmp_path: Path) -> None:
     for state in other.state.values():
         state["exp_avg"].zero_()
     states = RankStates(Ownership([other], 0, 1), group)
-    states.load([other], bare["optimizer_states"], shards)
+    states.load([other], bare["optimizer_states"], Unread(shards, bare))
     alike(other.state_dict(), optimizer.state_dict(), tolerance=0.0)
 
 
@@ -117,3 +121,79 @@ def test_what_cannot_be_saved(group: Any, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RuntimeError, match=r"could not be saved: rank 0: (NotADirectory|FileExists)Error"):
         save_over_ranks(checkpoint, tmp_path / "file" / "a.ckpt", own, group)
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+
+
+def loaded(change: Callable[[dict[str, Any]], Any], group: Any, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the state dict of a divided model from a sharded checkpoint that a hook changes, and the expected one."""
+    torch.manual_seed(0)
+    save_and_load.save_sharded({"state_dict": layers().state_dict()}, path)
+    expected = save_and_load.load_sharded(path)[0]["state_dict"]
+    change(expected)
+    checkpoint, shards = save_and_load.load_sharded(path, ())
+    unread, state = Unread(shards, checkpoint), checkpoint["state_dict"]
+    change(state)
+    model = layers()
+    divided = ShardedModel(model, group, group, device=torch.device("cpu"), find_unused=False)
+    model.load_state_dict(divided.with_rows(read_rows(unread, state, divided.parameters, group)))
+    found = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in model.state_dict().items()}
+    return found, dict(expected)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state.update({"0.weight": state["2.weight"], "2.weight": state["0.weight"]}),
+        lambda state: state.update({"0.weight": state["2.weight"]}),
+        lambda state: state.update({"0.weight": state["2.weight"].t(), "0.bias": state["2.weight"][1]}),
+        lambda state: state.update({"0.weight": torch.zeros(4, 4), "1.running_mean": state["1.running_var"]}),
+    ],
+    ids=["renamed", "at two places", "views", "replaced"],
+)
+def test_weights_that_on_load_checkpoint_replaces(
+    change: Callable[[dict[str, Any]], Any], group: Any, tmp_path: Path
+) -> None:
+    found, expected = loaded(change, group, tmp_path / "a.ckpt")
+    alike(found, expected, tolerance=0.0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state.update({"0.weight": torch.zeros_like(state["0.weight"])}),
+        lambda state: state.update({"0.weight": state["0.weight"] * 0.5}),
+        lambda state: state["0.weight"].zero_(),
+    ],
+    ids=["zeros_like", "computed", "in place"],
+)
+def test_weights_that_on_load_checkpoint_computes_from_no_values(
+    change: Callable[[dict[str, Any]], Any], group: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(RuntimeError, match=r"on_load_checkpoint has computed state_dict\.0\.weight of the sharded"):
+        loaded(change, group, tmp_path / "a.ckpt")
+
+
+def divided_states(kind: str, optimizer: torch.optim.Optimizer, group: Any) -> DividedStates:
+    return RowStates(group) if kind == "rows" else RankStates(Ownership([optimizer], 0, 1), group)
+
+
+@pytest.mark.parametrize("kind", ["rows", "parameters"])
+def test_optimizer_states_that_on_load_checkpoint_replaces(kind: str, group: Any, tmp_path: Path) -> None:
+    model, optimizer = trained()
+    save_and_load.save_sharded(checkpoint_of(model, optimizer), path := tmp_path / "a.ckpt")
+    (bare, shards), (whole, _) = save_and_load.load_sharded(path, ["state_dict"]), save_and_load.load_sharded(path)
+    unread = Unread(shards, bare)
+    for checkpoint in (bare, whole):
+        first, second = checkpoint["optimizer_states"][0]["state"].values()
+        first["exp_avg"] = torch.zeros(4, 3)
+        second["exp_avg"], second["exp_avg_sq"] = second.pop("exp_avg_sq"), second.pop("exp_avg")
+    divided_states(kind, optimizer, group).load([optimizer], bare["optimizer_states"], unread)
+    alike(optimizer.state_dict(), whole["optimizer_states"][0], tolerance=0.0)
+
+    bare["optimizer_states"][0]["state"][1]["exp_avg"].mul_(2)
+    with pytest.raises(RuntimeError, match=r"has computed optimizer_states\.0\.state\.1\.exp_avg of the sharded"):
+        divided_states(kind, optimizer, group).load([optimizer], bare["optimizer_states"], unread)
+    alike(optimizer.state_dict(), whole["optimizer_states"][0], tolerance=0.0)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from strategies.checkpoint.references import InSafetensors, references_in_file, references_in_shards
+from strategies.checkpoint.references import InSafetensors, Unread, references_in_file
 from strategies.checkpoint.save_and_load import load_sharded, read_tensors
 from strategies.common.transformers_compat import lazy_safetensors
 from strategies.common.trees import flat, with_tensors
@@ -106,13 +106,11 @@ class ModelConstruction(Feature):
         with self.construction.references.used(self.references), self.construction.without_memory():
             yield
 
-    def load_sharded(
-        self, model: nn.Module, path: Path, weights_only: bool | None
-    ) -> tuple[dict[str, Any], Path | None]:
+    def load_sharded(self, model: nn.Module, path: Path, weights_only: bool | None) -> tuple[dict[str, Any], Unread]:
         """Read a sharded checkpoint, except the weights of layers that have not been built.
 
         Returns:
-            The checkpoint, and the directory with the values that have not been read.
+            The checkpoint, and its tensors that have not been read.
         """
         checkpoint, shards = load_sharded(path, [], weights_only)
         state = checkpoint["state_dict"]
@@ -123,8 +121,9 @@ class ModelConstruction(Feature):
             if name.removeprefix("state_dict.") not in later
         }
         checkpoint["state_dict"] = with_tensors(state, read_tensors(shards, here), "state_dict")
-        self.references = references_in_shards(shards, checkpoint["state_dict"])
-        return checkpoint, shards
+        unread = Unread(shards, checkpoint)
+        self.references = unread.references
+        return checkpoint, unread
 
     def take_references(self) -> Mapping[int, FileReference]:
         """Return the references to the checkpoint that is being loaded, and drop them."""
