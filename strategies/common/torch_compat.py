@@ -10,7 +10,8 @@ ecosystem relies on them: ``Module._parameters``, ``Module._buffers`` and ``Modu
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from inspect import currentframe
@@ -526,6 +527,21 @@ def index_sampler(loader: Any) -> Iterable[Any]:
 def makes_own_iterator(kind: type, base: type) -> bool:
     """Return whether a subclass of ``DataLoader`` overrides the creation of iterators."""
     return cast(Any, kind)._get_iterator is not cast(Any, base)._get_iterator
+
+
+@contextmanager
+def using_iterator(loader: Any, iterator: Any) -> Iterator[None]:
+    """Context in which a ``DataLoader`` with persistent workers reuses an iterator and its workers.
+
+    Args:
+        loader: The ``DataLoader``, which has its own iterator back afterwards.
+        iterator: The iterator, or ``None`` to start new workers.
+    """
+    own, loader._iterator = loader._iterator, iterator
+    try:
+        yield
+    finally:
+        loader._iterator = own
 
 
 def has_given_length(sampler: Any) -> bool:

@@ -123,6 +123,7 @@ _IN_TORCH_COMPAT = {
     },
     "torch.utils.data._utils.worker._generate_state": "seed numpy in the workers of a resumed loader",
     "torch.utils.data.DataLoader._index_sampler": "resume a loader in the middle of an epoch",
+    "torch.utils.data.DataLoader._iterator": "keep persistent workers of a training loader apart from the user's",
     "torch.utils.data.DataLoader._get_iterator": "tell whether a loader draws indices as torch does",
     "torch.utils.data.RandomSampler._num_samples": "tell whether the order of samples can be drawn again",
 }

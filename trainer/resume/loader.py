@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from strategies.common.torch_compat import index_sampler, makes_own_iterator
+from strategies.common.torch_compat import index_sampler, makes_own_iterator, using_iterator
 from strategies.lightning.compat import (
     MisconfigurationException,
     Stateful,
@@ -60,7 +60,7 @@ class TrackedLoader(Iterator[Any]):
         self._num_workers = loader.num_workers if self._by_index else 0
         self._shift = 0  # the role of worker 0
         self._reports: dict[int, Any] = {}  # by role: the random state after the last yielded batch
-        self._iterator: Iterator[Any] = iter(())
+        self._iterator: Any = None  # persistent workers stay with it between passes
         self._num_yielded, self._has_ended = 0, False
         self._saved: dict[str, Any] | None = None
         self._how = Resumption(in_mid_epoch=False, num_processes_before=1, num_processes=1, rank=0)
@@ -158,12 +158,12 @@ class TrackedLoader(Iterator[Any]):
         self._dataset.load_after_pass(saved["dataset"], unloaded, is_whole=saved["dataset_pass"]["is_whole"])
 
     def release(self) -> None:
-        """Drop the iterators of the current pass, which ends its worker processes."""
-        self._iterator = iter(())
+        """Drop the iterators of the current pass, and end its worker processes."""
+        shutdown_workers_and_reset_iterator(self)
         self._source.release()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_iterator": iter(())}  # iterators of loaders can be neither pickled nor copied
+        return {**vars(self), "_iterator": None}  # iterators of loaders can be neither pickled nor copied
 
     def _begin(self, *, resumed: bool) -> None:
         """Start a pass from its first batch."""
@@ -172,7 +172,7 @@ class TrackedLoader(Iterator[Any]):
             self._iterator = self._iterator_over_dataset(resumed) if self._dataset else iter(self._source)
         elif self._num_workers and self.loader.persistent_workers and (resumed or self._shift):
             # Without the interruption persistent workers would have these roles. Start new ones and draw no seed.
-            shutdown_workers_and_reset_iterator(self.loader)
+            shutdown_workers_and_reset_iterator(self)
             self._source.prepare(begun=[self._source.state()])
             self._shift = 0
             self._iterator = self._iterator_over_indices()
@@ -220,7 +220,11 @@ class TrackedLoader(Iterator[Any]):
         return self._dataset.checked(begin, rewind, may_be_empty=resumed and self._how.in_mid_epoch)
 
     def _iterator_over_indices(self) -> Iterator[Any]:
-        """Return the DataLoader's iterator, with indices from the source and workers that report random states."""
+        """Return the DataLoader's iterator, with indices from the source and workers that report random states.
+
+        A DataLoader with persistent workers has one iterator for all passes. Other passes over it, such as those of
+        validation, do not get this iterator, and this pass does not get theirs.
+        """
         loader = self.loader
         replaced: dict[str, Any] = {"sampler" if loader.batch_sampler is None else "batch_sampler": self._source}
         if self._num_workers:
@@ -232,7 +236,8 @@ class TrackedLoader(Iterator[Any]):
         own = {name: attributes[name] for name in replaced}
         attributes.update(replaced)
         try:
-            return iter(loader)
+            with using_iterator(loader, self._iterator):
+                return iter(loader)
         finally:
             attributes.update(own)
 

@@ -1,5 +1,6 @@
 """Resuming in the corners: steps asked for early, other samplers, errors, data of unusual kinds; in one process."""
 
+import multiprocessing
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import pytorch_lightning as pl
 import resume_job
+from pytorch_lightning.callbacks import LambdaCallback
 from pytorch_lightning.trainer.states import TrainerStatus
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from resume_job import ENDS, assert_resumable, fit, shuffled
@@ -30,6 +32,8 @@ from resume_parts import (
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from strategies import RPCSequentialStrategy
+from strategies.planning import plan
 from trainer import Trainer
 from trainer.resume.loops import _of_every_process
 
@@ -350,3 +354,83 @@ def test_a_fit_after_one_that_failed_is_resumed(where: str, place: tuple[str, in
     rest, _ = fit(loaders, seed=5, checkpoint=path)
     assert rest.seen and [step[:3] for step in rest.seen] == [step[:3] for step in model.seen[steps:]]
     assert rest.trainer.fit_loop.epoch_progress.total.completed == trainer.fit_loop.epoch_progress.total.completed
+
+
+PERSISTENT = shuffled(10, num_workers=2, persistent_workers=True)
+
+
+def fit_two_epochs(loader: DataLoader, validation: DataLoader | None = None, **arguments: Any) -> resume_job.Net:
+    """Trains with one loader, and asserts that each epoch trains on every row once and that all workers have ended."""
+    before, model = set(multiprocessing.active_children()), resume_job.Net(plateau=None, dropout=0.3)
+    Trainer(**resume_job.QUIET, max_epochs=2, **arguments).fit(model, loader, validation)
+    assert [sorted(row for step in model.seen[first:][:3] for row in step[2]) for first in (0, 3)] == [[*range(10)]] * 2
+    assert not set(multiprocessing.active_children()) - before
+    return model
+
+
+def test_a_loader_with_persistent_workers_that_was_read_before() -> None:
+    loader = PERSISTENT()
+    next(iter(loader))
+    fit_two_epochs(loader)
+
+
+def test_a_loader_with_persistent_workers_that_was_planned_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "BUDGET_SECONDS", 0.01)
+    loader, trainer = PERSISTENT(), Trainer(strategy=RPCSequentialStrategy(), **resume_job.QUIET)
+    trainer.plan(resume_job.Net(plateau=None, dropout=0.3), loader, microbatches=2, schedules="gpipe")
+    fit_two_epochs(loader)
+
+
+@pytest.mark.parametrize("sanity_steps", [0, 2])
+def test_a_loader_with_persistent_workers_that_also_validates(sanity_steps: int) -> None:
+    loader = PERSISTENT()
+    model = fit_two_epochs(loader, loader, num_sanity_val_steps=sanity_steps)
+    assert [step for _, step, _ in model.validated] == [3] * 3 + [6] * 3
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_epoch_end"])
+def test_a_loader_with_persistent_workers_that_a_callback_reads(hook: str) -> None:
+    batches: list[Any] = []
+
+    def read(trainer: Any, *rest: Any) -> None:
+        batches.append(next(iter(trainer.train_dataloader)))
+
+    fit_two_epochs(PERSISTENT(), callbacks=[LambdaCallback(**{hook: read})])
+    assert batches and all([part.shape for part in batch] == [(4, 4), (4, 1), (4,)] for batch in batches)
+
+
+def test_a_loader_with_persistent_workers_that_was_read_before_is_resumed(tmp_path: Path) -> None:
+    def loaders() -> Any:
+        loader = PERSISTENT()
+        next(iter(loader))
+        return loader
+
+    assert_resumable(tmp_path, loaders, ENDS, max_epochs=2)
+
+
+def test_a_loader_with_persistent_workers_that_is_reloaded_is_resumed(tmp_path: Path) -> None:
+    assert_resumable(tmp_path, PERSISTENT, ENDS[1:], max_epochs=2, reload_dataloaders_every_n_epochs=1)
+
+
+def test_persistent_workers_serve_all_epochs() -> None:
+    before, workers = set(multiprocessing.active_children()), set[Any]()
+
+    def note(*_: Any) -> None:
+        workers.update(multiprocessing.active_children())
+
+    fit_two_epochs(PERSISTENT(), callbacks=[LambdaCallback(on_train_batch_end=note)])
+    assert len(workers - before) == 2
+
+
+def test_persistent_workers_end_with_a_run_that_fails() -> None:
+    class LacksARow(Rows):
+        def __getitem__(self, index: int) -> Any:
+            if index == 7:
+                raise RuntimeError("row 7 is missing")
+            return super().__getitem__(index)
+
+    before = set(multiprocessing.active_children())
+    with pytest.raises(RuntimeError, match="row 7 is missing") as raised:
+        fit(lambda: DataLoader(LacksARow(10), num_workers=2, persistent_workers=True), seed=3)
+    assert raised.tb is not None  # refers to the iterator
+    assert not set(multiprocessing.active_children()) - before
