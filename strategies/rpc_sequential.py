@@ -41,6 +41,7 @@ from strategies.lightning.features.feature import (
     features_of,
     overriding,
 )
+from strategies.lightning.features.gradient_hooks import HooksOnParameters
 from strategies.lightning.features.kept_seeds import LayerSeeds
 from strategies.lightning.features.layers.block_settings import HuggingFaceModels
 from strategies.lightning.features.layers.construction import ModelConstruction
@@ -87,6 +88,7 @@ FEATURES: Sequence[KindOfFeature] = (
     LostWorkers,
     PrecisionOnStages,
     BatchNormLayers,
+    HooksOnParameters,
     LayerSeeds,
     WeightAverages,
     ImportedIfAskedFor("strategies.planning.rebalancing", "Rebalancing", ("rebalance",)),

@@ -283,7 +283,8 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
             self._undo = [sharded.close]
             if self.stage == 2:
                 self._undo += follow_precision(
-                    self.precision_plugin, GradientOperations(sharded.clip_grad_norm, lambda *_: sharded.any_rank)
+                    self.precision_plugin,
+                    GradientOperations(sharded.clip_grad_norm, lambda *_: sharded.any_rank, sharded.clip_grad_value),
                 )
         self._sharded = sharded
         for own in optimizers:

@@ -79,20 +79,20 @@ class GradientOperations:
             allowed, before this process divides its gradients. Returns a function that takes a scalar, which is not
             zero if a gradient of this process is infinite or NaN. The function makes the scalar nonzero if a gradient
             of another process is infinite or NaN.
-        clip_value: Called with an optimizer and the largest value, in place of ``clip_grad_by_value``. ``None`` keeps
-            Lightning's function, for processes that hold whole parameters and clip their own gradients.
+        clip_value: Called with an optimizer and the largest value, in place of ``clip_grad_by_value``.
     """
 
     clip_norm: Callable[[Optimizer, float], Any]
     start_unscaling: Callable[[Optimizer, Tensor, bool], Callable[[Tensor], Any]]
-    clip_value: Callable[[Optimizer, float], Any] | None = None
+    clip_value: Callable[[Optimizer, float], Any]
 
 
 def follow_precision(precision: Precision, operations: GradientOperations) -> list[Undo]:
     """Make clipping and the gradient scaler of a precision plug-in reach the gradients of all processes."""
-    undo: list[Undo] = [_clip_by(precision, "clip_grad_by_norm", operations.clip_norm)]
-    if operations.clip_value is not None:
-        undo.append(_clip_by(precision, "clip_grad_by_value", operations.clip_value))
+    undo: list[Undo] = [
+        _clip_by(precision, "clip_grad_by_norm", operations.clip_norm),
+        _clip_by(precision, "clip_grad_by_value", operations.clip_value),
+    ]
     if (scaler := scaler_of(precision)) is not None:
         for name, method in replacing_unscale_grads(partial(_unscale_everywhere, operations, scaler)).items():
             undo.append(replaced(scaler, name, method))

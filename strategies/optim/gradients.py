@@ -33,6 +33,17 @@ def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
             parameter.grad.mul_(factor.to(parameter.grad.device))
 
 
+def clamp_gradients(parameters: Iterable[Tensor], limit: float) -> None:
+    """Clamp each element of the gradients to ``[-limit, limit]``.
+
+    Unlike ``torch.nn.utils.clip_grad_value_``, this does not fail if no parameter has a gradient, because other
+    processes may have the gradients.
+    """
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.clamp_(-limit, limit)
+
+
 def add_gradient(parameters: Iterable[Tensor], grad: Tensor) -> None:
     """Add a tensor, which may be on another device, to the gradient of each parameter."""
     for parameter in parameters:

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from strategies.optim.calls import Draws, MethodCall, follow_steps, runs_own_code, same_result_on_ranks
-from strategies.optim.gradients import clipping_factor, norms_of_gradients, scale_gradients
+from strategies.optim.gradients import clamp_gradients, clipping_factor, norms_of_gradients, scale_gradients
 from strategies.optim.restricted import parameters_of, restricted
 from strategies.sharding.bucket import Bucket, form_buckets
 from strategies.sharding.divided_optimizers import Ownership
@@ -148,6 +148,11 @@ class ShardedOptimizers:
         total = torch.linalg.vector_norm(table[0, table[1] > 0], norm_type)
         scale_gradients(parameters, clipping_factor(total, max_norm))
         return total
+
+    def clip_grad_value(self, optimizer: Optimizer, max_value: float) -> None:
+        """Limit the absolute value of each element of the gradients."""
+        self._complete(optimizer)
+        clamp_gradients(parameters_of(optimizer), max_value)
 
     def any_rank(self, found: Tensor) -> None:
         """Replace a scalar with its maximum over all ranks."""

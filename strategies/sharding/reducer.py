@@ -182,7 +182,7 @@ class Reducer:
         if self._whole:
             return
         for parameter, bucket in self._bucket_of.items():
-            if bucket.is_reduced(parameter):
+            if parameter.requires_grad and bucket.is_reduced(parameter):
                 if parameter.grad is not None and parameter.grad.any():
                     raise RuntimeError(self._mixed(parameter))
                 bucket.forget_reduced(parameter)

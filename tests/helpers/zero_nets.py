@@ -174,6 +174,27 @@ class Manual(Net):
         return AdamW(ours, lr=3e-3), SGD(theirs, lr=0.01, momentum=0.9, nesterov=True)
 
 
+class OneBias(Net):
+    """Clips the gradients of two optimizers by value, one of which has a single parameter, so one rank owns it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        loss = self.loss(batch)
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            self.clip_gradients(optimizer, 0.001, "value")
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        others = [p for p in self.parameters() if p is not self.last.bias]
+        return AdamW(others, lr=3e-3), AdamW([self.last.bias], lr=3e-3)
+
+
 class PostHook(Net):
     """A hook after each step limits the weights, then averages them."""
 

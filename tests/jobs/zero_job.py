@@ -76,6 +76,7 @@ CASES = {
     "clipped by norm": Case(nets.Net, lambda: {"gradient_clip_val": 0.01}),
     "manual": Case(nets.Manual, strategy={"find_unused_parameters": True}),
     "clipped by value": Case(nets.Net, lambda: {"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"}),
+    "one bias, clipped by value": Case(nets.OneBias),
     "clipped by the model": Case(nets.OwnClipping),
     "zeroed and accumulated": Case(nets.OverriddenZeroGrad, lambda: {"accumulate_grad_batches": 3}),
     "unused": Case(nets.Leaky, strategy={"find_unused_parameters": True}),
@@ -106,11 +107,15 @@ CASES = {
     "blocks, clipped by the largest": Case(blocks.ClipsByLargest),
     "blocks left out": Case(blocks.LeavesOutBlock, strategy={"find_unused_parameters": True}),
 }
-NOT_BY_ROWS = ("manual", "unused", "no elements", "types", "types, clipped", "no optimizer", "own step")
+NOT_BY_ROWS = (
+    *("manual", "one bias, clipped by value", "unused", "no elements", "types", "types, clipped", "no optimizer"),
+    "own step",
+)
 """Cases that stage 3 refuses."""
 SOME = {name: list(OPTIONS)[1:6:4] for name in ("groups and schedulers", "accumulated", "manual")}
 SOME["added before a step"] = ["stage 2, overlap, views"]
 SOME["frozen and accumulated"] = ["stage 2, overlap"]
+SOME["one bias, clipped by value"] = ["stage 2"]
 SOME["modes"] = ["stage 2, overlap"]
 SOME["types, clipped"] = ["stage 2"]
 SOME["blocks"] = ["stage 3"]

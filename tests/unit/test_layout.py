@@ -62,6 +62,7 @@ ELSEWHERE: dict[str, list[str]] = {
         "unit/test_rpc_sequential.py",
         "integration/parity/training/test_parity_batchnorm.py",
     ],
+    "strategies/lightning/features/gradient_hooks.py": ["unit/test_rpc_sequential.py"],
     "strategies/lightning/features/layers/construction.py": ["integration/models/test_configure_model.py"],
     "strategies/lightning/features/layers/division.py": [
         "integration/parity/schedules/test_parity_auto.py",

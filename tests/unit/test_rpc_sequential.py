@@ -614,6 +614,47 @@ def test_batch_norm_that_is_not_there() -> None:
         fit(Model(), deferred_batch_norm=True)
 
 
+# Hooks on parameters; one stage starts no process
+
+
+class Hooked(Model):
+    """Has a hook on one parameter, and notes its calls."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+        self.sums: list[float] = []
+        self.get_parameter(name).register_hook(lambda grad: self.sums.append(grad.sum().item()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "per_microbatch"),
+    [
+        ("sequential_module.2.weight", {"schedule": "gpipe"}, True),
+        ("sequential_module.2.weight", {"schedule": "1f1b"}, True),
+        ("sequential_module.2.weight", {"schedule": Schedule(pipelined_backward=False)}, False),
+        ("sequential_module.2.weight", {"schedule": "1f1b", "microbatches": 1}, False),
+        ("scale", {"schedule": "gpipe"}, False),
+        ("scale", {"schedule": "1f1b"}, True),
+    ],
+)
+def test_a_hook_on_a_parameter_that_runs_per_micro_batch(
+    name: str, settings: dict[str, Any], per_microbatch: bool
+) -> None:
+    model = Hooked(name)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(model, 1, **{"microbatches": 4, **settings})
+    told = [str(warning.message) for warning in caught if "has a hook" in str(warning.message)]
+    assert len(model.sums) == 2 * (4 if per_microbatch else 1)
+    assert [words.split(", which")[0] for words in told] == (
+        [f"Parameter {name} has a hook (register_hook)"] if per_microbatch else []
+    )
+
+
 # BatchNorm; one stage starts no process
 
 

@@ -82,8 +82,14 @@ class StageCommands(Protocol):
     # Gradients
 
     @command(can_wait=True)
-    def zero_grad(self, parameters: Parameters, set_to_none: bool) -> None:
-        """Clear gradients, as ``zero_grad`` of the optimizer or of a module with these parameters does."""
+    def zero_grad(self, parameters: Parameters, *args: Any, **kwargs: Any) -> None:
+        """Clear gradients by ``zero_grad`` of the optimizer, or as that of a module with these parameters does.
+
+        Args:
+            parameters: The parameters.
+            args: The positional arguments of ``zero_grad``.
+            kwargs: The keyword arguments of ``zero_grad``.
+        """
 
     @command(can_wait=True)
     def change_grads(self, parameters: Parameters, change: Callable[[Sequence[Tensor]], object]) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from strategies.optim.gradients import clipping_factor, norms_of_gradients, scale_gradients
+from strategies.optim.gradients import clamp_gradients, clipping_factor, norms_of_gradients, scale_gradients
 from strategies.optim.restricted import parameters_of
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.optim.optimizers import PipelineOptimizers
@@ -56,10 +56,10 @@ def clip_grad_norm(
 def clip_grad_value(optimizers: PipelineOptimizers, optimizer: Optimizer, limit: float) -> None:
     """Clamp every element of the gradients of all stages to ``[-limit, limit]``."""
     optimizers.prepare()
-    torch.nn.utils.clip_grad_value_([p for p in parameters_of(optimizer) if not p.is_meta], limit)
+    clamp_gradients(parameters_of(optimizer), limit)
     for remote in optimizers.remotes:
-        clip = partial(torch.nn.utils.clip_grad_value_, clip_value=limit)
-        remote.send(StageCommands.change_grads, optimizers.number_of(optimizer), clip)
+        clamp = partial(clamp_gradients, limit=limit)
+        remote.send(StageCommands.change_grads, optimizers.number_of(optimizer), clamp)
 
 
 def check_equal_gradients(optimizers: PipelineOptimizers) -> None:

@@ -225,10 +225,10 @@ class PipelineOptimizers:
         if self.divided is not None:
             found.copy_(torch.stack(tensor_group().parts(found)).amax(0))
 
-    def zero_grad_remotes(self, optimizer: Optimizer, set_to_none: bool) -> None:
-        """Clear the workers' gradients before the next command of each stage."""
+    def zero_grad_remotes(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        """Clear the workers' gradients before the next command of each stage, with the arguments of ``zero_grad``."""
         for remote in self.remotes:
-            remote.send(StageCommands.zero_grad, self.number_of(optimizer), set_to_none)
+            remote.send(StageCommands.zero_grad, self.number_of(optimizer), *args, **kwargs)
 
     def state_dict(
         self, optimizer: Optimizer, taken: Callable[[ShelvedPart], Any] = ShelvedPart.values
@@ -324,11 +324,11 @@ def follow_optimizer(
 
 
 def _zero_grad(
-    own: Optimizer, optimizers: PipelineOptimizers, original: Callable[[bool], None], set_to_none: bool = True
+    own: Optimizer, optimizers: PipelineOptimizers, original: Callable[..., None], /, *args: Any, **kwargs: Any
 ) -> None:
     with own_code(own):
-        original(set_to_none)
-    optimizers.zero_grad_remotes(own, set_to_none)
+        original(*args, **kwargs)
+    optimizers.zero_grad_remotes(own, *args, **kwargs)
 
 
 def _group_sizes(optimizer: Optimizer) -> list[int]:

@@ -243,11 +243,11 @@ class HostedStage(StageCommands):
 
     # Gradients
 
-    def zero_grad(self, parameters: Parameters, set_to_none: bool) -> None:
+    def zero_grad(self, parameters: Parameters, *args: Any, **kwargs: Any) -> None:
         if isinstance(parameters, int):
-            self.held.optimizers[parameters].zero_grad(set_to_none)
+            self.held.optimizers[parameters].zero_grad(*args, **kwargs)
         else:
-            nn.ParameterList(self._parameters(parameters)).zero_grad(set_to_none)
+            nn.ParameterList(self._parameters(parameters)).zero_grad(*args, **kwargs)
 
     def change_grads(self, parameters: Parameters, change: Callable[[Sequence[Tensor]], object]) -> None:
         if self._averaging is not None and not isinstance(parameters, int):  # a gradient from the driver is added

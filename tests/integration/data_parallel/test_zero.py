@@ -4,7 +4,8 @@ import itertools
 import signal
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,17 +129,24 @@ class Fails(torch.autograd.Function):
         raise ValueError("bad gradient")
 
 
-class CatchesErrors(Backbone):
-    """The second of three backward passes fails between the layers. Notes the gradients after each pass."""
+class NotesGradients(Backbone):
+    """Optimizes manually, and notes gradients."""
 
-    def __init__(self, clears: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.clears = clears
         self.seen: list[list[torch.Tensor]] = []
 
     def note(self) -> None:
         self.seen.append([p.grad.clone() for p in self.parameters() if p.grad is not None])
+
+
+class CatchesErrors(NotesGradients):
+    """The second of three backward passes fails between the layers. Notes the gradients after each pass."""
+
+    def __init__(self, clears: bool) -> None:
+        super().__init__()
+        self.clears = clears
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer: Any = self.optimizers()
@@ -158,23 +166,58 @@ class CatchesErrors(Backbone):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-def passes_that_fail() -> dict[bool, list[list[list[torch.Tensor]]]]:
-    seen: dict[bool, list[list[list[torch.Tensor]]]] = {True: [], False: []}
-    for clears, of_options in seen.items():
-        for strategy in (SingleDeviceStrategy("cpu"), ZeROStrategy(stage=1), ZeROStrategy(stage=2)):
-            torch.manual_seed(0)
-            model = CatchesErrors(clears)
-            trainer = trainer_of_one_process(strategy)
-            trainer.fit(model, DataLoader(torch.ones(4, 3), 2))
-            of_options.append(model.seen)
+def gradients_of_options(make: Callable[[], NotesGradients]) -> list[list[list[torch.Tensor]]]:
+    """What a model notes in one process without ZeRO, and under stages 1 and 2."""
+    seen = []
+    for strategy in (SingleDeviceStrategy("cpu"), ZeROStrategy(stage=1), ZeROStrategy(stage=2)):
+        torch.manual_seed(0)
+        model = make()
+        trainer_of_one_process(strategy).fit(model, DataLoader(torch.ones(4, 3), 2))
+        seen.append(model.seen)
     return seen
 
 
+def check_gradients_of_options(plain: list[list[torch.Tensor]], *options: list[list[torch.Tensor]]) -> None:
+    for seen in options:
+        for before, after in zip(plain, seen, strict=True):
+            assert len(before) == 4 and all(map(torch.equal, before, after))
+
+
+def passes_that_fail() -> list[list[list[list[torch.Tensor]]]]:
+    return [gradients_of_options(partial(CatchesErrors, clears)) for clears in (True, False)]
+
+
 def test_gradients_after_a_backward_pass_that_failed_are_those_of_one_process() -> None:
-    for plain, *options in run(passes_that_fail, allow=LEFT_BY_LIGHTNING).values():
-        for seen in options:
-            for before, after in zip(plain, seen, strict=True):
-                assert len(before) == 4 and all(map(torch.equal, before, after))
+    for seen in run(passes_that_fail, allow=LEFT_BY_LIGHTNING):
+        check_gradients_of_options(*seen)
+
+
+class TwoPlayers(NotesGradients):
+    """The two turns of a GAN. In the second one, gradients accumulate while the averages of the first one are kept."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        first.zero_grad()
+        with first.toggle_model():
+            self.manual_backward(self.head(self.backbone(batch)).sum())
+            first.step()
+        second.zero_grad()
+        for last in (False, True):
+            with second.toggle_model(sync_grad=last):
+                self.manual_backward(self.head(self.backbone(batch)).square().sum())
+        self.note()
+        second.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(layer.parameters(), lr=1e-3) for layer in (self.head, self.backbone)]
+
+
+def two_players() -> list[list[list[torch.Tensor]]]:
+    return gradients_of_options(TwoPlayers)
+
+
+def test_gradients_accumulate_beside_averages_of_frozen_parameters() -> None:
+    check_gradients_of_options(*run(two_players, allow=LEFT_BY_LIGHTNING))
 
 
 class Scale(nn.Module):

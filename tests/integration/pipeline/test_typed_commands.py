@@ -14,7 +14,7 @@ from strategies.pipeline.control.commands import StageCommands
 
 def right(remote: RemoteStage) -> int:
     remote.send(StageCommands.discard, 3)
-    remote.send(StageCommands.zero_grad, 0, set_to_none=True)
+    remote.send(StageCommands.release, 0, 1.0, kept=1.0)
     return remote.ask(StageCommands.num_kept).wait()
 
 def wrong(remote: RemoteStage) -> None:
@@ -24,7 +24,7 @@ def wrong(remote: RemoteStage) -> None:
     remote.ask(StageCommands.valve, "0.weight")
     remote.send("discard", 3)
     kept: str = remote.ask(StageCommands.num_kept).rescue()
-    remote.send(StageCommands.zero_grad, 0, to_none=True)
+    remote.send(StageCommands.release, 0, 1.0, keep=1.0)
 """
 
 CONFIG = """

@@ -52,6 +52,9 @@ class Elsewhere:
         self.calls.append(("unscale", optimizer, inv_scale.item()))
         return lambda found: found.fill_(1.0) if self._finds_infinite else found
 
+    def operations(self) -> GradientOperations:
+        return GradientOperations(self.clip_norm, self.start_unscaling, self.clip_value)
+
 
 def optimizer_with_gradient(gradient: float = 8.0) -> SGD:
     parameter = nn.Parameter(torch.zeros(1))
@@ -66,8 +69,7 @@ def gradient_of(optimizer: Optimizer) -> float:
 
 def test_clipping_reaches_all_processes_until_it_is_undone() -> None:
     precision, elsewhere, optimizer = Precision(), Elsewhere(), optimizer_with_gradient()
-    operations = GradientOperations(elsewhere.clip_norm, elsewhere.start_unscaling, elsewhere.clip_value)
-    undo = follow_precision(precision, operations)
+    undo = follow_precision(precision, elsewhere.operations())
     precision.clip_grad_by_norm(optimizer, 2.0)
     precision.clip_grad_by_value(optimizer, 3.0)
     assert elsewhere.calls == [("norm", optimizer, 2.0), ("value", optimizer, 3.0)]
@@ -78,19 +80,12 @@ def test_clipping_reaches_all_processes_until_it_is_undone() -> None:
     assert len(elsewhere.calls) == 2 and gradient_of(optimizer) == 3.0
 
 
-def test_clipping_by_value_stays_lightnings_where_no_operation_is_given() -> None:
-    precision, elsewhere, optimizer = Precision(), Elsewhere(), optimizer_with_gradient()
-    follow_precision(precision, GradientOperations(elsewhere.clip_norm, elsewhere.start_unscaling))
-    precision.clip_grad_by_value(optimizer, 3.0)
-    assert not elsewhere.calls and gradient_of(optimizer) == 3.0
-
-
 @pytest.mark.parametrize("finds_infinite", [False, True])
 def test_an_infinite_gradient_of_another_process_skips_the_step(finds_infinite: bool) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     precision, elsewhere = MixedPrecision("16-mixed", "cpu", scaler=scaler), Elsewhere(finds_infinite)
     optimizer = optimizer_with_gradient()
-    undo = follow_precision(precision, GradientOperations(elsewhere.clip_norm, elsewhere.start_unscaling))
+    undo = follow_precision(precision, elsewhere.operations())
     scaler.scale(torch.zeros(()))  # creates the scale
     scaler.unscale_(optimizer)
     assert elsewhere.calls == [("unscale", optimizer, 0.25)] and gradient_of(optimizer) == 2.0

@@ -170,6 +170,37 @@ def test_own_clipping_and_several_losses() -> None:
     assert largest(stepped[1]) == pytest.approx(LIMIT)
 
 
+class OfOneLayer(Doubled, Watching):
+    """Clips the gradients of two optimizers by value, each with the parameters of one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        loss = self.loss(batch)
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            self.clip_gradients(optimizer, LIMIT, "value")
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.sequential_module[k].parameters(), lr=0.1) for k in (0, 5)]
+
+
+def clipped_on_one_stage() -> Seen:
+    outcomes = check_gradients(OfOneLayer, precision="32-true")
+    return outcomes[-1].model.stepped
+
+
+def test_clipping_by_value_where_some_stages_have_no_gradients_of_the_optimizer() -> None:
+    for grads in run(clipped_on_one_stage, timeout_seconds=170):
+        of_layers = [{name: grad for name, grad in grads.items() if f".{k}." in name} for k in (0, 5)]
+        assert [largest(each) for each in of_layers] == pytest.approx([LIMIT] * 2)
+
+
 class Poisoned(Small):
     """Makes NaN in the backward pass of its first layer."""
 

@@ -329,6 +329,29 @@ def test_methods_of_optimizers() -> None:
     run(methods, timeout_seconds=170)
 
 
+class ClearsByKeyword(optim.SGD):
+    """An optimizer whose ``zero_grad`` takes no positional argument."""
+
+    def zero_grad(self, *, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+
+
+class ClearedByKeyword(Small):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: optim.Optimizer) -> None:
+        optimizer.zero_grad(**({"set_to_none": False} if batch_idx % 2 else {}))
+
+    def configure_optimizers(self) -> Any:
+        return ClearsByKeyword(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def cleared_by_keyword() -> None:
+    check(ClearedByKeyword, stages=(2,))
+
+
+def test_zero_grad_without_positional_arguments() -> None:
+    run(cleared_by_keyword, timeout_seconds=170)
+
+
 # Random numbers
 
 
