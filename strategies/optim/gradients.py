@@ -8,7 +8,7 @@ over ranks in :mod:`strategies.sharding.optimizers` and, under stage 3 of ZeRO, 
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from strategies.common.torch_compat import norms_of
 
@@ -39,9 +39,8 @@ def clamp_gradients(parameters: Iterable[Tensor], limit: float) -> None:
     Unlike ``torch.nn.utils.clip_grad_value_``, this does not fail if no parameter has a gradient, because other
     processes may have the gradients.
     """
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.clamp_(-limit, limit)
+    if with_gradients := [parameter for parameter in parameters if parameter.grad is not None]:
+        nn.utils.clip_grad_value_(with_gradients, limit)
 
 
 def add_gradient(parameters: Iterable[Tensor], grad: Tensor) -> None:
