@@ -52,6 +52,11 @@ ELSEWHERE: dict[str, list[str]] = {
         "integration/launch/test_rank_supervisor.py",
         "faults/test_rank_recovery.py",
     ],
+    "strategies/launch/ranks.py": [
+        "integration/replicas/test_launch.py",
+        "unit/launch/test_sessions_of_ranks.py",
+        "unit/launch/test_world.py",
+    ],
     "strategies/launch/workers.py": ["unit/test_rpc_sequential.py", "integration/launch/test_fork_server.py"],
     "strategies/lightning/compat.py": [
         "unit/test_compat.py",
