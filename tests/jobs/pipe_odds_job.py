@@ -4,7 +4,9 @@ import copy
 import gc
 import os
 import time
+import weakref
 from collections import UserDict
+from collections.abc import Callable
 from threading import Timer
 from typing import Any
 
@@ -68,6 +70,40 @@ def odds() -> dict[str, Any]:
     found["double"] = raised(pipe.double)
     found["deepcopy"] = raised(lambda: copy.deepcopy(pipe))
     found["followed twice"] = raised(lambda: pipe.follow(optimizer))
+    return found
+
+
+def optimizers() -> dict[str, float]:
+    """How far a Pipe is from one process after two steps of optimizers that ``follow`` gets in different states."""
+    found = {}
+    x = torch.rand(6, 2)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        output = model(x).local_value() if isinstance(model, Pipe) else model(x)
+        optimizer.zero_grad()
+        output.square().sum().backward()
+        optimizer.step()
+
+    def compared(net: nn.Module, make: Callable[[nn.Module], Any], before: Callable[[nn.Module, Any], Any]) -> float:
+        plain = copy.deepcopy(net)
+        optimizer, other = make(net), make(plain)
+        held = before(net, optimizer), before(plain, other)
+        pipe = Pipe(placed(net, "w1", None, "w2"), chunks=2)
+        pipe.follow(optimizer)
+        for _ in range(2):
+            step(pipe, optimizer)
+            step(plain, other)
+        del held
+        return difference(pipe, plain)
+
+    def sgd(net: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+
+    def net() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+
+    found["a loss is alive"] = compared(net(), sgd, lambda net, _: net(x).sum())
+    found["a weak reference is alive"] = compared(net(), sgd, lambda net, _: weakref.ref(net[2].weight))
     return found
 
 

@@ -1,6 +1,6 @@
 """Optimizers over a ``Pipe`` with partitions on workers: their steps apply to every process."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import cloudpickle
@@ -13,6 +13,7 @@ from strategies.optim.trial import check_divisible
 from strategies.pipeline.control.client import RemoteStage
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.optim.optimizers import PipelineOptimizers, follow_optimizer
+from strategies.pipeline.state.stand_ins import replace_in_optimizer
 
 _ADVICE = (
     "Let the pipeline follow the optimizer, optimizer = pipe.follow(optimizer), so that its steps reach every process; "
@@ -27,10 +28,14 @@ class FollowedOptimizers:
     Args:
         elsewhere: For each partition on a worker, its layers, whose parameters are stand-ins in this process.
         remotes: The stages on workers, in the same order.
+        replaced: The stand-ins of parameters that could not become stand-ins themselves, by parameter. An optimizer
+            made before the ``Pipe`` holds these parameters.
     """
 
-    def __init__(self, elsewhere: Sequence[StageLayers], remotes: Sequence[RemoteStage]) -> None:
-        self._elsewhere, self._remotes = list(elsewhere), list(remotes)
+    def __init__(
+        self, elsewhere: Sequence[StageLayers], remotes: Sequence[RemoteStage], replaced: Mapping[Tensor, Tensor]
+    ) -> None:
+        self._elsewhere, self._remotes, self._replaced = list(elsewhere), list(remotes), replaced
         self.optimizers = PipelineOptimizers([], partial(locate, self._elsewhere, None), lambda: None)
         self.optimizers.connect(self._remotes, [[] for _ in self._remotes])
         for layers in elsewhere:
@@ -39,6 +44,8 @@ class FollowedOptimizers:
 
     def follow(self, optimizer: Optimizer) -> None:
         """Start to follow an optimizer; see :meth:`~strategies.pipeline.pipe.pipe.Pipe.follow`."""
+        for old, new in self._replaced.items():
+            replace_in_optimizer(optimizer, old, new)
         if any(isinstance(key, Tensor) and key.is_meta for key in optimizer.state):
             raise ValueError(
                 f"this {type(optimizer).__name__} already has states of parameters in another process; call "

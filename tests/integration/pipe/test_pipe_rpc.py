@@ -104,6 +104,12 @@ def test_out_of_the_ordinary(found):
     assert odds["followed twice"]["message"] == "the Pipe already follows this SGD"
 
 
+@pytest.mark.parametrize("way", ["a loss is alive", "a weak reference is alive"])
+def test_follows_an_optimizer_made_before_the_pipe(found, way):
+    """Also while something refers to its parameters, which then cannot become stand-ins in place."""
+    assert found["optimizers"][way] < 1e-9
+
+
 def test_values_of_all_kinds(found):
     assert [name for name, same in found["mixed"].items() if not same] == []
     assert len(found["mixed"]) == 11 * len(MODES)
