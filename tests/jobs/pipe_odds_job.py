@@ -75,7 +75,6 @@ def odds() -> dict[str, Any]:
 
 def optimizers() -> dict[str, float]:
     """How far a Pipe is from one process after two steps of optimizers that ``follow`` gets in different states."""
-    found = {}
     x = torch.rand(6, 2)
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -84,27 +83,49 @@ def optimizers() -> dict[str, float]:
         output.square().sum().backward()
         optimizer.step()
 
-    def compared(net: nn.Module, make: Callable[[nn.Module], Any], before: Callable[[nn.Module, Any], Any]) -> float:
-        plain = copy.deepcopy(net)
-        optimizer, other = make(net), make(plain)
-        held = before(net, optimizer), before(plain, other)
-        pipe = Pipe(placed(net, "w1", None, "w2"), chunks=2)
-        pipe.follow(optimizer)
-        for _ in range(2):
-            step(pipe, optimizer)
-            step(plain, other)
-        del held
-        return difference(pipe, plain)
+    def adam(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adam(model.parameters(), 0.1)
 
-    def sgd(net: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+    def adagrad(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adagrad(model.parameters(), 0.1, initial_accumulator_value=0.5)
+
+    def resumed(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = adam(model)
+        optimizer.load_state_dict(copy.deepcopy(saved))
+        return optimizer
 
     def net() -> nn.Sequential:
         return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
 
-    found["a loss is alive"] = compared(net(), sgd, lambda net, _: net(x).sum())
-    found["a weak reference is alive"] = compared(net(), sgd, lambda net, _: weakref.ref(net[2].weight))
-    return found
+    trained = net()
+    step(trained, earlier := adam(trained))
+    saved = earlier.state_dict()
+
+    def compared(make: Callable[[nn.Module], Any], before: Callable[[nn.Module, Any], Any] | None) -> float:
+        """Makes the optimizer before the Pipe and calls ``before``; or after it, if this is ``None``."""
+        layers = net()
+        plain = copy.deepcopy(layers)
+        other, optimizer = make(plain), None if before is None else make(layers)
+        held = None if before is None else (before(plain, other), before(layers, optimizer))
+        pipe = Pipe(placed(layers, "w1", None, "w2"), chunks=2)
+        optimizer = pipe.follow(make(pipe) if optimizer is None else optimizer)
+        assert not any(parameter.is_meta for parameter in optimizer.state)  # the workers have these states
+        for _ in range(2):
+            step(pipe, optimizer)
+            step(plain, other)
+        del held
+        states = zip(*(tree_leaves(each.state_dict()["state"]) for each in (optimizer, other)), strict=True)
+        return max(difference(pipe, plain), *((one - same).abs().max().item() for one, same in states))
+
+    return {
+        "a loss is alive": compared(adam, lambda net, _: net(x).sum()),
+        "a weak reference is alive": compared(adam, lambda net, _: weakref.ref(net[2].weight)),
+        "its constructor makes states": compared(adagrad, lambda net, own: None),
+        "its constructor makes states of stand-ins": compared(adagrad, None),
+        "it has loaded a state of stand-ins": compared(resumed, None),
+        "it has stepped": compared(adam, step),
+        "it has stepped, and a loss is alive": compared(adam, lambda net, own: (step(net, own), net(x).sum())),
+    }
 
 
 def difference(one: nn.Module, other: nn.Module) -> float:

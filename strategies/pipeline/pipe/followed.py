@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from strategies.common.stage_layers import StageLayers, locate
+from strategies.common.trees import on_cpu
 from strategies.optim.restricted import numbers_of, parameters_of, restricted, taken_apart
 from strategies.optim.trial import check_divisible
 from strategies.pipeline.control.client import RemoteStage
@@ -44,15 +45,10 @@ class FollowedOptimizers:
 
     def follow(self, optimizer: Optimizer) -> None:
         """Start to follow an optimizer; see :meth:`~strategies.pipeline.pipe.pipe.Pipe.follow`."""
-        for old, new in self._replaced.items():
-            replace_in_optimizer(optimizer, old, new)
-        if any(isinstance(key, Tensor) and key.is_meta for key in optimizer.state):
-            raise ValueError(
-                f"this {type(optimizer).__name__} already has states of parameters in another process; call "
-                "Pipe.follow before its first step and before load_state_dict"
-            )
         if any(optimizer is own for own in self.optimizers.optimizers):
             raise ValueError(f"the Pipe already follows this {type(optimizer).__name__}")
+        for old, new in self._replaced.items():
+            replace_in_optimizer(optimizer, old, new)
         owned = [list(layers.parameters()) for layers in self._elsewhere]
         elsewhere = {id(p) for part in owned for p in part}
         check_divisible(optimizer, [*owned, [p for p in parameters_of(optimizer) if id(p) not in elsewhere]])
@@ -60,6 +56,7 @@ class FollowedOptimizers:
         for remote, (blob, numbers) in zip(self._remotes, parts, strict=True):
             remote.ask(StageCommands.adopt, blob, numbers).wait()
         self.optimizers.add(optimizer, [numbers for _, numbers in parts])
+        self.optimizers.drop_shipped_states()
         follow_optimizer(optimizer, self.optimizers)
         for parameter in parameters_of(optimizer):
             if parameter.is_meta:
@@ -67,10 +64,14 @@ class FollowedOptimizers:
 
 
 def _part(optimizer: Optimizer, layers: nn.Module) -> tuple[bytes, list[int]]:
-    """Return the pickled part of an optimizer for some layers, with parameters by name, and the parameters' numbers."""
+    """Return the part of an optimizer for some layers, and the numbers of its parameters.
+
+    The part is the pickle of its class, its attributes, with parameters by name, and the states by these names.
+    """
     owned = list(layers.parameters())
     names = {id(parameter): name for name, parameter in layers.named_parameters()}
     cls, attributes = taken_apart(restricted(optimizer, owned))
-    groups = attributes["param_groups"]
+    groups, states = attributes["param_groups"], attributes["state"]
     attributes["param_groups"] = [{**g, "params": [names[id(p)] for p in g["params"]]} for g in groups]
-    return cloudpickle.dumps((cls, attributes)), numbers_of(optimizer, owned)
+    named = {names[id(p)]: on_cpu(states.pop(p)) for p in owned if p in states}
+    return cloudpickle.dumps((cls, attributes, named)), numbers_of(optimizer, owned)
