@@ -33,6 +33,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE_KEY_SUFFIX
 from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import (
@@ -83,8 +84,8 @@ version_of: Callable[[Tensor], int] = attrgetter("_version")
 
 
 def num_changes(tensor: Tensor) -> int:
-    """Return how often a tensor has been changed in place; 0 for an inference tensor, which has no count."""
-    return 0 if tensor.is_inference() else version_of(tensor)
+    """Return how often a tensor has been changed in place; 0 for inference and lazy tensors, which have no count."""
+    return 0 if is_lazy(tensor) or tensor.is_inference() else version_of(tensor)
 
 
 def storage_key(tensor: Tensor) -> int:

@@ -315,13 +315,13 @@ def two_processes() -> list[dict[str, Any]]:
 
 def everything() -> dict[str, Any]:
     """All of them, in one set of processes."""
-    from pipe_odds_job import mixed, odds, partitions, refusals
+    from pipe_odds_job import mixed, odds, optimizers, partitions, refusals
 
     torch.set_default_dtype(torch.float64)
     warnings.simplefilter("ignore")
     with rpc_workers(2):
         found: dict[str, Any] = {}
-        for job in (parity, overlap, one_worker, errors, freed, odds, partitions, refusals, mixed):
+        for job in (parity, overlap, one_worker, errors, freed, odds, optimizers, partitions, refusals, mixed):
             found[job.__name__] = job()
             gc.collect()
         return found

@@ -4,7 +4,9 @@ import copy
 import gc
 import os
 import time
+import weakref
 from collections import UserDict
+from collections.abc import Callable
 from threading import Timer
 from typing import Any
 
@@ -69,6 +71,61 @@ def odds() -> dict[str, Any]:
     found["deepcopy"] = raised(lambda: copy.deepcopy(pipe))
     found["followed twice"] = raised(lambda: pipe.follow(optimizer))
     return found
+
+
+def optimizers() -> dict[str, float]:
+    """How far a Pipe is from one process after two steps of optimizers that ``follow`` gets in different states."""
+    x = torch.rand(6, 2)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        output = model(x).local_value() if isinstance(model, Pipe) else model(x)
+        optimizer.zero_grad()
+        output.square().sum().backward()
+        optimizer.step()
+
+    def adam(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adam(model.parameters(), 0.1)
+
+    def adagrad(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adagrad(model.parameters(), 0.1, initial_accumulator_value=0.5)
+
+    def resumed(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = adam(model)
+        optimizer.load_state_dict(copy.deepcopy(saved))
+        return optimizer
+
+    def net() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+
+    trained = net()
+    step(trained, earlier := adam(trained))
+    saved = earlier.state_dict()
+
+    def compared(make: Callable[[nn.Module], Any], before: Callable[[nn.Module, Any], Any] | None) -> float:
+        """Makes the optimizer before the Pipe and calls ``before``; or after it, if this is ``None``."""
+        layers = net()
+        plain = copy.deepcopy(layers)
+        other, optimizer = make(plain), None if before is None else make(layers)
+        held = None if before is None else (before(plain, other), before(layers, optimizer))
+        pipe = Pipe(placed(layers, "w1", None, "w2"), chunks=2)
+        optimizer = pipe.follow(make(pipe) if optimizer is None else optimizer)
+        assert not any(parameter.is_meta for parameter in optimizer.state)  # the workers have these states
+        for _ in range(2):
+            step(pipe, optimizer)
+            step(plain, other)
+        del held
+        states = zip(*(tree_leaves(each.state_dict()["state"]) for each in (optimizer, other)), strict=True)
+        return max(difference(pipe, plain), *((one - same).abs().max().item() for one, same in states))
+
+    return {
+        "a loss is alive": compared(adam, lambda net, _: net(x).sum()),
+        "a weak reference is alive": compared(adam, lambda net, _: weakref.ref(net[2].weight)),
+        "its constructor makes states": compared(adagrad, lambda net, own: None),
+        "its constructor makes states of stand-ins": compared(adagrad, None),
+        "it has loaded a state of stand-ins": compared(resumed, None),
+        "it has stepped": compared(adam, step),
+        "it has stepped, and a loss is alive": compared(adam, lambda net, own: (step(net, own), net(x).sum())),
+    }
 
 
 def difference(one: nn.Module, other: nn.Module) -> float:

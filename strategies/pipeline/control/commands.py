@@ -118,7 +118,7 @@ class StageCommands(Protocol):
         """Add this stage's part of one more optimizer.
 
         Args:
-            blob: Pickled class and attributes of the optimizer, with names in place of parameters.
+            blob: Pickled class, attributes and states of the optimizer, with names in place of parameters.
             numbers: The numbers that the whole optimizer gives to the parameters of this stage.
         """
 

@@ -140,7 +140,7 @@ class Pipe(nn.Module):
             The same optimizer. Has no effect if all layers are in this process.
 
         Raises:
-            ValueError: If the optimizer has stepped before, cannot be divided over processes, or is already followed.
+            ValueError: If the optimizer cannot be divided over processes, or is already followed.
         """
         if isinstance(self._engine, RpcPartitions):
             self._engine.followed.follow(optimizer)

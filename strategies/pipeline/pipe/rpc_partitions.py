@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import rpc
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from strategies.commands.host import Host, close
 from strategies.common.activity import Activity
@@ -100,9 +101,15 @@ class RpcPartitions(NotCopyable):
             weakref.finalize(self, watch.end)
         for remote in self.remotes:
             remote.ask(StageCommands.num_kept).wait()  # raises the error if unpacking has failed
+        replaced = WeakTensorKeyDictionary()
         for i, remote in zip(elsewhere, self.remotes, strict=True):
-            move_to_meta(partitions[i].layers, module, [], stage=remote)
-        self.followed = FollowedOptimizers([partitions[i].layers for i in elsewhere], self.remotes)
+            layers = partitions[i].layers
+            before = list(layers.parameters())
+            move_to_meta(layers, module, [], stage=remote)
+            for old, new in zip(before, layers.parameters(), strict=True):
+                if old is not new:
+                    replaced[old] = new
+        self.followed = FollowedOptimizers([partitions[i].layers for i in elsewhere], self.remotes, replaced)
         own = {i: partition for i, partition in enumerate(partitions) if i not in elsewhere}
         transport = RpcTransport(len(elsewhere), inboxes, _CPU)
         edges = Edges(

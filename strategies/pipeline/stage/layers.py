@@ -31,6 +31,7 @@ import numpy as np
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.profiler import record_function
 
 from strategies.common.patching import ABSENT, set_entry
@@ -378,6 +379,7 @@ class ChangedBuffers:
         self._unchanged: set[tuple[nn.Module, str, bool]] = set()
         """The buffers that no forward pass has changed so far, each with the mode of its module."""
         self._changing: set[tuple[nn.Module, str, bool]] = set()
+        """The buffers that a forward pass has changed, and the statistics of norms in training, each with that mode."""
 
     def search(self, modules: Iterable[nn.Module]) -> None:
         """Find the buffers of these modules."""
@@ -386,8 +388,9 @@ class ChangedBuffers:
             for module in modules
             if not isinstance(module, torch.jit.ScriptModule)  # its buffers are other objects each time
             for name in module._buffers
-            if not (isinstance(module, NormBase) and name in _STATISTICS)  # frozen in the recomputation
         ]
+        norms = [place for place in self._places if isinstance(place[0], NormBase) and place[1] in _STATISTICS]
+        self._changing.update((norm, name, True) for norm, name in norms)
 
     @contextmanager
     def kept(self) -> Iterator[KeptBuffers]:
@@ -398,7 +401,8 @@ class ChangedBuffers:
         for module, name in self._places:
             key, value = (module, name, module.training), module._buffers[name]
             if value is not None and (key not in self._unchanged or value.nbytes <= _SMALL_BYTES):
-                copies.setdefault(id(value), value.detach().clone())
+                # The forward pass gives a lazy buffer its first values, so its values can be copied only later.
+                copies.setdefault(id(value), value if is_lazy(value) else value.detach().clone())
             before.append((key, value, None if value is None else num_changes(value)))
         yield values
         for key, value, version in before:
@@ -551,7 +555,7 @@ class Layers:
         if self._deferred is not None:
             self._deferred.forget()
         modules = list(self.layers.modules())
-        self._norms = [module for module in modules if isinstance(module, NormBase)]
+        self._norms = [module for module in modules if isinstance(module, BatchNorm)] if self._deferred else []
         self._seeded = [not draws_nothing(layer) for layer in self.layers]
         self._attributes.search(modules)
         self._buffers.search(modules)
@@ -623,7 +627,7 @@ class Layers:
                 recorder.layer(layer, value)
 
         skipping = waiting_skips(skips) if self._has_skips else nullcontext()
-        frozen = self._frozen(NormBase if recomputing else BatchNorm if self._deferred else None)
+        frozen = nullcontext() if recomputing else self._frozen()
         phases = checkpointing, recomputing
         phase = nullcontext() if phases == (_here.checkpointing, _here.recomputing) else _phase(*phases)
         self._delays.least_bytes = 0 if splits else LARGE_BYTES
@@ -655,13 +659,13 @@ class Layers:
             self.random_state.keep()
         self._delays.left = self._at_once if left is None else left
         try:
-            with self._frozen(BatchNorm if self._deferred else None):
+            with self._frozen():
                 yield
         finally:
             self._delays.left = None
 
-    def _frozen(self, kind: type[NormBase] | None) -> AbstractContextManager[None]:
-        norms = [norm for norm in self._norms if isinstance(norm, kind) and norm.training] if kind else []
+    def _frozen(self) -> AbstractContextManager[None]:
+        norms = [norm for norm in self._norms if norm.training]
         return _frozen_statistics(norms) if norms else nullcontext()
 
     def _explain_single_row(self, error: ValueError, x: Any, microbatch: int) -> None:
@@ -704,7 +708,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 @contextmanager
-def _frozen_statistics(norms: Sequence[NormBase]) -> Iterator[None]:
+def _frozen_statistics(norms: Sequence[BatchNorm]) -> Iterator[None]:
     """Run normalising layers in training mode without updating their running statistics.
 
     The layers update copies of the statistics, so autograd saves the same number of tensors, of the same shapes and

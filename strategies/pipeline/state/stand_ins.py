@@ -160,10 +160,15 @@ def replace_parameter(whole: nn.Module, optimizers: Sequence[Optimizer], old: nn
     for module in whole.modules():
         module._parameters.update({name: new for name, p in module._parameters.items() if p is old})
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["params"] = [new if p is old else p for p in group["params"]]
-        if old in optimizer.state:
-            optimizer.state[new] = optimizer.state.pop(old)
+        replace_in_optimizer(optimizer, old, new)
+
+
+def replace_in_optimizer(optimizer: Optimizer, old: Tensor, new: Tensor) -> None:
+    """Replace a parameter in the groups of an optimizer, and make ``new`` the key of its state."""
+    for group in optimizer.param_groups:
+        group["params"] = [new if p is old else p for p in group["params"]]
+    if old in optimizer.state:
+        optimizer.state[new] = optimizer.state.pop(old)
 
 
 def replace_buffers(layers: nn.Module, tensors: Mapping[str, Tensor]) -> None:

@@ -287,10 +287,11 @@ class HostedStage(StageCommands):
     # Optimizers
 
     def adopt(self, blob: bytes, numbers: list[int]) -> None:
-        cls, attributes = pickle.loads(blob)
+        cls, attributes, states = pickle.loads(blob)
         named = dict(self.held.layers.named_parameters())
         for group in attributes["param_groups"]:
             group["params"] = [named[name] for name in group["params"]]
+        attributes["state"].update({named[name]: state for name, state in states.items()})
         self.held.optimizers.append(put_together(cls, attributes))
         move_states(self.held.optimizers[-1])
         self.held.numbers.append(numbers)

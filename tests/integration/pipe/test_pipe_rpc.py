@@ -104,6 +104,12 @@ def test_out_of_the_ordinary(found):
     assert odds["followed twice"]["message"] == "the Pipe already follows this SGD"
 
 
+def test_follows_optimizers_with_states_and_with_parameters_that_have_been_replaced(found):
+    """Something that refers to a parameter keeps it from becoming a stand-in in place."""
+    assert {way: far for way, far in found["optimizers"].items() if far > 1e-9} == {}
+    assert len(found["optimizers"]) == 7
+
+
 def test_values_of_all_kinds(found):
     assert [name for name, same in found["mixed"].items() if not same] == []
     assert len(found["mixed"]) == 11 * len(MODES)

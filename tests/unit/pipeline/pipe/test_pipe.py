@@ -130,6 +130,15 @@ def test_dropout_is_recomputed_with_the_same_masks():
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_a_lazy_norm_counts_each_micro_batch_once(mode):
+    norm = nn.LazyBatchNorm1d()
+    pipe = Pipe(nn.Sequential(norm, nn.Linear(3, 2)), chunks=4, checkpoint=mode)
+    for _ in range(2):
+        pipe(torch.rand(8, 3)).local_value().sum().backward()
+    assert norm.num_batches_tracked == 8
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_deferred_batch_norm(mode):
     plain = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
     pipe = Pipe(copy.deepcopy(plain), chunks=4, checkpoint=mode, deferred_batch_norm=True)

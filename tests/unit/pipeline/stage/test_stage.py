@@ -547,6 +547,32 @@ def test_statistics_are_updated_once_a_micro_batch_if_not_deferred(checkpoint: s
     assert layers[0].track_running_stats
 
 
+class ReadsItsStatistics(nn.BatchNorm1d):
+    """Scales its output in training by a running statistic, as batch renormalisation does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.running_var.clone()
+        return super().forward(x) * scale
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@in_every_way
+def test_a_layer_that_reads_running_statistics(checkpoint: str, pipelined_backward: bool, deferred: bool) -> None:
+    """A micro-batch is recomputed with the statistics of its forward pass: if deferred, those before the batch."""
+    layers = nn.Sequential(ReadsItsStatistics(3), nn.Linear(3, 4), nn.Tanh())
+    plain, x = copy.deepcopy(layers), torch.randn(11, 3) * 3
+    if deferred:
+        plain[0].momentum = 0.0
+    ways = {"checkpoint": checkpoint, "pipelined_backward": pipelined_backward}
+    with pipelined(layers, microbatches=3, deferred_batch_norm=deferred, **ways):
+        output = layers(x)
+        total(output).backward()
+    expected = torch.cat([plain(part) for part in x.tensor_split(3)])
+    total(expected).backward()
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
+    assert_same_gradients(layers, plain)
+
+
 def test_deferred_statistics_of_images() -> None:
     layers = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
     whole, x = copy.deepcopy(layers), torch.randn(7, 1, 5, 5)
