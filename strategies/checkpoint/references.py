@@ -211,15 +211,16 @@ class Unread:
             prefix: The path of the part.
 
         Raises:
-            RuntimeError: If a tensor on the ``meta`` device is not from the checkpoint, or was changed in place.
+            RuntimeError: If a tensor on the ``meta`` device is not from the checkpoint, or was changed in place. torch
+                does not count changes through ``.data``.
         """
         found = {name: where_stored(t, self.references) for name, t in flat(tree, prefix).items() if t.is_meta}
         if names := [name for name, stored in found.items() if stored is None]:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise RuntimeError(
-                f"on_load_checkpoint has computed {', '.join(names[:3])}{more} of the sharded checkpoint "
-                f"{self.shards.parent} from tensors that have no values yet: each process reads its part later, and "
-                "until then the tensors are on the meta device. Rename or remove such tensors, take views of them, or "
+                f"on_load_checkpoint has copied, converted or computed {', '.join(names[:3])}{more} of the sharded "
+                f"checkpoint {self.shards.parent} from tensors that have no values yet: each process reads its "
+                "part later, and until then the tensors are on the meta device. Rename or remove such tensors, take views of them, or "
                 "put tensors with values in their place; or load a checkpoint in one file, see "
                 "strategies.checkpoint.consolidate."
             )

@@ -159,7 +159,7 @@ class DataParallelStrategy(StrategyPlugin, ParallelStrategy):
                 options = {**options, "batch_size": sum(own["batch_size"] for _, _, own in logged)}
             value = merged([value for _, value, _ in logged], rows, self.root_device)
             self.lightning_module.log(label, value, **options)
-        return merged([part.output for part in parts], rows, self.root_device)
+        return merged([part.output for part in parts], rows, self.root_device, joins_lists=name == "predict_step")
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the object itself: there is one process."""
@@ -220,23 +220,31 @@ class _UngatheredReplicas(DataParallel):
         return list(outputs)
 
 
-def merged(values: Sequence[Any], rows: Sequence[int], device: torch.device) -> Any:
+def merged(values: Sequence[Any], rows: Sequence[int], device: torch.device, *, joins_lists: bool = False) -> Any:
     """Combine the results of replicas.
 
     Args:
         values: The result of each replica: nested tensors, numbers and other objects, with the same structure.
         rows: Number of rows of each replica.
         device: The device of the combined result.
+        joins_lists: Whether lists with an entry for each row are concatenated.
 
     Returns:
         The same structure. It contains the means of scalars and numbers, weighted by rows, the concatenation of all
-        other tensors and of lists without tensors that have an entry for each row, and the first replica's objects of
-        any other type.
+        other tensors, and the first replica's objects of any other type.
 
     Raises:
-        ValueError: If the structures differ.
+        ValueError: If the structures differ, or if it is not clear whether lists are to be concatenated.
     """
-    if all(map(_is_list_of_rows, values, rows)):
+    if joins_lists and all(
+        isinstance(value, list) and len(value) == number for value, number in zip(values, rows, strict=True)
+    ):
+        if all(map(_has_tensor_of_rows, values, rows)):
+            raise ValueError(
+                f"predict_step under strategy='dp' returned a list with as many entries as rows, {len(values[0])}, and "
+                "with tensors of so many rows, so it is not clear whether each entry belongs to one row. Return a dict "
+                "or a tuple of the tensors, or one tensor in place of a list of rows."
+            )
         return [*chain.from_iterable(values)]
     flat = [tree_flatten(value, partial(is_not, value)) for value in values]  # one level
     specs = [spec for _, spec in flat]
@@ -246,7 +254,7 @@ def merged(values: Sequence[Any], rows: Sequence[int], device: torch.device) -> 
     first, total = values[0], sum(rows)
     if not (flat[0][0] and flat[0][0][0] is first):
         children = zip(*(children for children, _ in flat), strict=True)
-        return tree_unflatten([merged(each, rows, device) for each in children], specs[0])
+        return tree_unflatten([merged(each, rows, device, joins_lists=joins_lists) for each in children], specs[0])
     if len(values) == 1:
         return first
     if isinstance(first, Tensor) and first.ndim:
@@ -258,8 +266,8 @@ def merged(values: Sequence[Any], rows: Sequence[int], device: torch.device) -> 
     return first
 
 
-def _is_list_of_rows(value: Any, number: int) -> bool:
-    return type(value) is list and len(value) == number and not any(isinstance(e, Tensor) for e in tree_leaves(value))
+def _has_tensor_of_rows(value: Any, number: int) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == number for leaf in tree_leaves(value))
 
 
 def _check_logged(logged: Sequence[LogCall], first: Sequence[LogCall]) -> None:

@@ -95,7 +95,7 @@ _END_SECONDS = 5.0
 
 
 class StepInProgress(RuntimeError):
-    """Layers cannot move, because a pass waits for its backward pass."""
+    """Layers cannot move while an output waits for its backward pass."""
 
 
 @dataclass(frozen=True)
@@ -498,9 +498,9 @@ class Pipeline(NotCopyable):
             gc.collect()  # an output that nobody uses may belong to a cycle of objects
         if running.executor.unfinished:
             raise StepInProgress(
-                "layers can move between steps only, but an output of the model that was computed with gradients waits "
-                "for its backward pass. Call rebalance in a hook such as on_train_batch_end or on_train_epoch_end. If "
-                "the output is kept for something else, detach it, or compute it under torch.no_grad()."
+                "layers can move between steps only (in hooks such as on_train_batch_end), but an output of the model "
+                "that was computed with gradients waits for its backward pass. If the output is kept for something "
+                "else, detach it, or compute it under torch.no_grad()."
             )
         for recording in self._recordings:
             if recorder is not None and recorder.has_records:  # the records of a batch that has run

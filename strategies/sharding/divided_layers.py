@@ -16,7 +16,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any, ClassVar, Literal, Protocol, cast
 from weakref import WeakSet
 
@@ -519,18 +518,19 @@ class DividedModel:
         """Return the divided parameters in a state dict of the model, which may leave some out.
 
         Raises:
-            RuntimeError: If some are left out, and tensors with new names may be these parts.
+            RuntimeError: If a tensor under another name has the shape of a part, and so may be one.
         """
-        model, left_out = self._model, [name for name in self.parts if name not in state]
-        named = model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
-        known = {name for name, _ in chain(*named)}
-        new = [name for name, value in state.items() if isinstance(value, Tensor) and name not in known]
-        if left_out and new:
-            raise RuntimeError(
-                f"the state_dict of {type(model).__name__} has no {left_out[0]}, which {self.option} divides, but has "
-                f"{new[0]}, a name that the model does not have. A state_dict may leave parameters out, but of a "
-                "renamed one only a part would be saved. Rename parameters in on_save_checkpoint."
-            )
+        named = dict(self._model.named_parameters(remove_duplicate=False))
+        known = {*named, *(name for name, _ in self._model.named_buffers(remove_duplicate=False))}
+        names = {(named[name].shape, named[name].dtype): name for name in self.parts}
+        for new, value in state.items():
+            if new not in known and isinstance(value, Tensor) and (name := names.get((value.shape, value.dtype))):
+                raise RuntimeError(
+                    f"the state_dict of {type(self._model).__name__} has {new}, a name that the model does not have, "
+                    f"with the shape of the part of {name} in this process; {self.option} divides that parameter. If "
+                    "it is a part, only this part would be saved. A state_dict may leave parameters out; rename and "
+                    "copy them in on_save_checkpoint."
+                )
         return {name: state[name] for name in self.parts if name in state}
 
     def whole_weights(self, weights: Mapping[str, Any], group: TensorGroup) -> dict[str, Any]:

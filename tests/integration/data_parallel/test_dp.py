@@ -6,6 +6,7 @@ model on one part of the rows after the other instead, which is all that replica
 
 import subprocess
 import sys
+from operator import is_
 from pathlib import Path
 from typing import Any
 
@@ -270,23 +271,26 @@ def test_merged_takes_means_of_scalars_and_rows_of_tensors() -> None:
     assert result["rows"].tolist() == [[0, 0]] * 3 + [[1, 1]]
     assert (result["flag"], result["text"], result["none"]) == (True, "a", None)
     assert merged(values[:1], [3], cpu) == values[0]
-    lists = [
-        {
-            "label": [3, 7, 1],
-            "text": ["a", "b", "c"],
-            "boxes": [[1, 2], [], [3]],
-            "losses": [torch.tensor(1.0)],
-            "n": [4],
-        },
-        {"label": [9], "text": ["d"], "boxes": [[5]], "losses": [torch.tensor(5.0)], "n": [8]},
-    ]
-    assert merged(lists, [3, 1], cpu) == {
-        **{"label": [3, 7, 1, 9], "text": ["a", "b", "c", "d"], "boxes": [[1, 2], [], [3], [5]]},
-        **{"losses": [2.0], "n": [5.0]},
-    }
-    assert merged([([],), ([],)], [3, 1], cpu) == ([],)
     with pytest.raises(ValueError, match="gave results of different structure"):
         merged([torch.ones(1), None], [1, 1], cpu)
+
+
+def test_lists_with_an_entry_for_each_row_are_joined_in_predict_step() -> None:
+    cpu, boxes = torch.device("cpu"), [torch.ones(2, 4), torch.ones(0, 4), torch.ones(1, 4), torch.ones(4, 4)]
+    lists = [
+        {"label": [3, 7, 1], "text": ["a", "b", "c"], "box": boxes[:3], "nested": [[1, 2], [], [3]], "n": ([4], [4.0])},
+        {"label": [9], "text": ["d"], "box": boxes[3:], "nested": [[5]], "n": ([8], [8.0])},
+    ]
+    joined = merged(lists, [3, 1], cpu, joins_lists=True)
+    assert all(map(is_, joined.pop("box"), boxes))
+    assert joined == {
+        **{"label": [3, 7, 1, 9], "text": ["a", "b", "c", "d"], "nested": [[1, 2], [], [3], [5]], "n": ([5.0], [5.0])}
+    }
+    assert merged([[1.0, 2.0], [3.0, 6.0]], [2, 2], cpu) == [2.0, 4.0]
+    with pytest.raises(ValueError, match=r"as many entries as rows, 2, and with tensors of so many rows"):
+        merged([[torch.ones(2, 3), torch.ones(2, 5)]] * 2, [2, 2], cpu, joins_lists=True)
+    tensors = merged([(torch.ones(2, 3), torch.ones(2, 5))] * 2, [2, 2], cpu, joins_lists=True)
+    assert [tensor.shape for tensor in tensors] == [(4, 3), (4, 5)]
 
 
 class Manual(Net):

@@ -94,7 +94,7 @@ def test_a_slow_process_is_relieved_at_the_end_of_an_epoch(schedule: str, slow: 
 
 
 class KeepsOutput(Callback):
-    """Keeps an output without a backward pass for a while, as for a picture of what the model generates."""
+    """Keeps an output without a backward pass for a while, such as to log a generated image."""
 
     def on_train_batch_start(self, trainer: Any, model: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:

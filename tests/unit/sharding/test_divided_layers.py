@@ -115,13 +115,14 @@ def test_a_state_dict_may_leave_parameters_out_but_not_rename_them() -> None:
     model = Words(is_tied=True)
     divided = PlannedModel(model, {**PLAN, **HEAD}, 0, 2)
     state = {name: value for name, value in model.state_dict().items() if not name.startswith("blocks.0.")}
-    given = divided.parts_in({**state, "_extra_state": "unknown, but no tensor"})
+    given = divided.parts_in({**state, "_extra_state": "unknown, but no tensor", "metric.total": torch.ones(())})
     assert given == {name: state[name] for name in divided.parts if name in state} and len(given) == 6
     message = (
-        r"the state_dict of Words has no blocks\.0\.up\.weight, which tensor_parallel_size divides, but has renamed,"
+        r"Words has other, a name that the model does not have, with the shape of the part of blocks\.\d\.up\.weight"
     )
-    with pytest.raises(RuntimeError, match=message):
-        divided.parts_in({**state, "renamed": model.blocks.state_dict()["0.up.weight"]})
+    for some in (state, model.state_dict()):
+        with pytest.raises(RuntimeError, match=message):
+            divided.parts_in({**some, "other": model.blocks.state_dict()["0.up.weight"].clone()})
 
 
 @pytest.mark.parametrize("number", [-100, -1, 6, 9])
