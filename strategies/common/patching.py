@@ -3,7 +3,7 @@
 import random
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from itertools import chain
@@ -43,15 +43,6 @@ def set_entry(entries: dict[str, Any], name: str, value: Any) -> None:
         entries.pop(name, None)
     else:
         entries[name] = value
-
-
-def has_same_entries(entries: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
-    """Return whether two dicts have the same objects under the same names, in the same order."""
-    return (
-        len(entries) == len(before)
-        and all(map(is_, entries, before))
-        and all(map(is_, entries.values(), before.values()))
-    )
 
 
 def replaced(holder: Any, name: str, method: Callable[..., Any]) -> Callable[[], None]:

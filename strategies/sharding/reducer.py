@@ -129,7 +129,7 @@ class Reducer:
         if bucket is None:
             return
         if self._pass is None:
-            if not self._whole and bucket.is_reduced(parameter):
+            if self._has_owners_average(bucket, parameter):
                 raise RuntimeError(self._mixed(parameter))
             if self._last_accumulation != (this_pass := number_of_backward_pass()):
                 self._last_accumulation = this_pass
@@ -179,13 +179,14 @@ class Reducer:
 
     def _check_accumulation(self) -> None:
         """Refuse to accumulate into an average that only the owner has, unless it is zero."""
-        if self._whole:
-            return
         for parameter, bucket in self._bucket_of.items():
-            if parameter.requires_grad and bucket.is_reduced(parameter):
+            if parameter.requires_grad and self._has_owners_average(bucket, parameter):
                 if parameter.grad is not None and parameter.grad.any():
                     raise RuntimeError(self._mixed(parameter))
                 bucket.forget_reduced(parameter)
+
+    def _has_owners_average(self, bucket: Bucket, parameter: Tensor) -> bool:
+        return not self._whole and bucket.owner is not None and bucket.is_reduced(parameter)
 
     def _mixed(self, parameter: Tensor) -> str:
         return (

@@ -53,6 +53,11 @@ class Net(pl.LightningModule):
         self.steps = self.trainer.global_step
 
 
+class LayerWithoutOptimizer(Net):
+    def configure_optimizers(self) -> Any:
+        return AdamW([*self.norm.parameters(), *self.second.parameters(), *self.last.parameters()], lr=3e-3)
+
+
 class Groups(Net):
     """Groups with different settings, whose learning rate and betas change at every step, and states that are read."""
 

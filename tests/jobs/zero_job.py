@@ -73,6 +73,7 @@ def scaled() -> dict[str, Any]:
 CASES = {
     "groups and schedulers": Case(nets.Groups),
     "accumulated": Case(nets.Net, lambda: {"accumulate_grad_batches": 3}),
+    "layer without optimizer, accumulated": Case(nets.LayerWithoutOptimizer, lambda: {"accumulate_grad_batches": 2}),
     "clipped by norm": Case(nets.Net, lambda: {"gradient_clip_val": 0.01}),
     "manual": Case(nets.Manual, strategy={"find_unused_parameters": True}),
     "clipped by value": Case(nets.Net, lambda: {"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"}),
@@ -116,6 +117,7 @@ SOME = {name: list(OPTIONS)[1:6:4] for name in ("groups and schedulers", "accumu
 SOME["added before a step"] = ["stage 2, overlap, views"]
 SOME["frozen and accumulated"] = ["stage 2, overlap"]
 SOME["one bias, clipped by value"] = ["stage 2"]
+SOME["layer without optimizer, accumulated"] = ["stage 2"]
 SOME["modes"] = ["stage 2, overlap"]
 SOME["types, clipped"] = ["stage 2"]
 SOME["blocks"] = ["stage 3"]

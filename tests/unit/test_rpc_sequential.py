@@ -622,6 +622,8 @@ class Hooked(Model):
 
     def __init__(self, name: str) -> None:
         super().__init__()
+        self.sequential_module[0].weight.register_hook(print)
+        self.sequential_module[0].weight.requires_grad_(False)
         self.scale = nn.Parameter(torch.ones(2))
         self.sums: list[float] = []
         self.get_parameter(name).register_hook(lambda grad: self.sums.append(grad.sum().item()))

@@ -16,7 +16,8 @@ class HooksOnParameters(Feature):
             return
         within = set(prepared.module.parameters())
         for name, parameter in prepared.model.named_parameters():
-            if any(gradient_hooks(parameter)) and (settings.interleaves or parameter in within):
+            is_cut = settings.interleaves or parameter in within
+            if is_cut and parameter.requires_grad and any(gradient_hooks(parameter)):
                 rank_zero_warn(
                     f"Parameter {name} has a hook (register_hook), which runs once per micro-batch and gets a part of "
                     "the gradient of the batch. To read or change the whole gradient, use on_after_backward or "

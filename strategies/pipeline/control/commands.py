@@ -83,10 +83,10 @@ class StageCommands(Protocol):
 
     @command(can_wait=True)
     def zero_grad(self, parameters: Parameters, *args: Any, **kwargs: Any) -> None:
-        """Clear gradients by ``zero_grad`` of the optimizer, or as that of a module with these parameters does.
+        """Clear gradients: of an optimizer by its ``zero_grad``, of named parameters as ``nn.Module.zero_grad`` does.
 
         Args:
-            parameters: The parameters.
+            parameters: The number of the optimizer, or the names of the parameters.
             args: The positional arguments of ``zero_grad``.
             kwargs: The keyword arguments of ``zero_grad``.
         """

@@ -19,7 +19,7 @@ import torch
 from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 
-from strategies.common.patching import ABSENT, has_same_entries, set_entry
+from strategies.common.patching import ABSENT, set_entry
 from strategies.common.random_seeds import PythonGenerator, random_state, seed_device, set_random_state
 from strategies.common.torch_compat import (
     num_dispatch_modes,
@@ -32,7 +32,7 @@ from strategies.common.torch_compat import (
     push_saved_tensors_hooks,
     top_saved_tensors_hooks,
 )
-from strategies.pipeline.stage.layers import OF_EVERY_MODULE, PassContext
+from strategies.pipeline.stage.layers import OF_EVERY_MODULE, PassContext, has_same_entries
 
 
 class Abandoned(BaseException):
@@ -132,7 +132,7 @@ class _ChangingDict(NamedTuple):
 
     Attributes:
         own: The dict.
-        fixed: Names that do not belong to a step: what torch gives to every module, but for the mode.
+        fixed: Names that do not belong to a step: the attributes that torch gives to every module, except ``training``.
     """
 
     own: dict[str, Any]

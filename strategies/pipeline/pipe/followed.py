@@ -47,10 +47,15 @@ class FollowedOptimizers:
         """Start to follow an optimizer; see :meth:`~strategies.pipeline.pipe.pipe.Pipe.follow`."""
         if any(optimizer is own for own in self.optimizers.optimizers):
             raise ValueError(f"the Pipe already follows this {type(optimizer).__name__}")
-        for old, new in self._replaced.items():
-            replace_in_optimizer(optimizer, old, new)
         owned = [list(layers.parameters()) for layers in self._elsewhere]
         elsewhere = {id(p) for part in owned for p in part}
+        if any("relay_advice" in vars(p) and id(p) not in elsewhere for p in parameters_of(optimizer)):
+            raise ValueError(
+                f"this {type(optimizer).__name__} has parameters of workers of another Pipe, too; make an optimizer "
+                "for each Pipe"
+            )
+        for old, new in self._replaced.items():
+            replace_in_optimizer(optimizer, old, new)
         check_divisible(optimizer, [*owned, [p for p in parameters_of(optimizer) if id(p) not in elsewhere]])
         parts = [_part(optimizer, layers) for layers in self._elsewhere]
         for remote, (blob, numbers) in zip(self._remotes, parts, strict=True):

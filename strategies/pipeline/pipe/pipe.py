@@ -140,7 +140,8 @@ class Pipe(nn.Module):
             The same optimizer. Has no effect if all layers are in this process.
 
         Raises:
-            ValueError: If the optimizer cannot be divided over processes, or is already followed.
+            ValueError: If the optimizer cannot be divided over processes, is already followed, or has parameters that
+                another ``Pipe`` has on workers.
         """
         if isinstance(self._engine, RpcPartitions):
             self._engine.followed.follow(optimizer)

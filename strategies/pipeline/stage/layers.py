@@ -21,7 +21,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import attrgetter, is_
@@ -289,6 +289,15 @@ def plain_attributes_of(module: nn.Module) -> dict[str, Any]:
     }
 
 
+def has_same_entries(entries: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    """Return whether two dicts have the same objects under the same names, in the same order."""
+    return (
+        len(entries) == len(before)
+        and all(map(is_, entries, before))
+        and all(map(is_, entries.values(), before.values()))
+    )
+
+
 AttributePlace = tuple[dict[str, Any], str]
 """An attribute: the ``vars`` of its module, and its name."""
 
@@ -379,7 +388,7 @@ class ChangedBuffers:
         self._unchanged: set[tuple[nn.Module, str, bool]] = set()
         """The buffers that no forward pass has changed so far, each with the mode of its module."""
         self._changing: set[tuple[nn.Module, str, bool]] = set()
-        """The buffers that a forward pass has changed, and the statistics of norms in training, each with that mode."""
+        """The buffers that a forward pass has changed, and statistics of norms in training, each with that mode."""
 
     def search(self, modules: Iterable[nn.Module]) -> None:
         """Find the buffers of these modules."""
@@ -648,9 +657,9 @@ class Layers:
 
     @contextmanager
     def in_backward(self, left: WeightGradients | None = None) -> Iterator[None]:
-        """Context for a backward pass. Layers may draw random numbers in it, and running statistics are frozen.
+        """Context for a backward pass, in which layers may draw random numbers.
 
-        A layer that checkpoints itself runs again in a backward pass, and would update the statistics a second time.
+        With ``deferred_batch_norm``, running statistics are frozen in it: a layer that checkpoints itself runs again.
 
         Args:
             left: Collects the weight gradients that can wait; ``None`` to compute all gradients immediately.

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strategies.common.patching import has_same_entries
 from strategies.common.torch_compat import backward_hooks, forward_hooks, without_torch_function
 from strategies.common.transformers_compat import is_capturing_hook
 from strategies.pipeline.control.client import RemoteStage
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.control.parts import Part, PartKind
-from strategies.pipeline.stage.layers import plain_attributes_of
+from strategies.pipeline.stage.layers import has_same_entries, plain_attributes_of
 from strategies.pipeline.state.objects import ObjectsAtStart
 
 Attributes = dict[int, dict[str, Any]]

@@ -127,6 +127,7 @@ def test_refusals(found):
     messages = {name: got["message"] for name, got in found["refusals"].items()}
     for name in ("step of one that is not followed", "zero_grad of one that is not followed", "torch's clipping"):
         assert "optimizer = pipe.follow(optimizer)" in messages[name]
+    assert messages["two"] == "this SGD has parameters of workers of another Pipe, too; make an optimizer for each Pipe"
     assert messages["unknown worker"] == "WithDevice names worker9, but the RPC workers are worker0, worker1, worker2"
     assert "parameter 2.weight is shared by layers on worker1/cpu and on cpu" in messages["shared"]
     assert "layer 0, a Linear, cannot be sent to another process" in messages["not picklable"]
