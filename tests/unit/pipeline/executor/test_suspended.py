@@ -428,6 +428,21 @@ def test_attributes_that_a_step_sets_are_its_own() -> None:
     assert (kept.number, kept.count, kept.entries, kept.total, kept.made) == (2, 3, {"m": 2}, 3, 2)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_a_script_module_keeps_its_buffers() -> None:
+    norm = torch.jit.script(nn.BatchNorm1d(1))
+    steps = Steps(CPU, modules=[norm])
+
+    def code(m: int) -> None:
+        norm(torch.ones(2, 1))
+        module(steps, m)
+
+    begun = [steps.begin(partial(code, m), seed=m) for m in range(2)]
+    for step in begun:
+        step.resume()
+    assert norm.num_batches_tracked == 2
+
+
 def test_equal_values_and_modes_that_a_step_sets_are_its_own() -> None:
     kept, head = Keeps(), nn.Dropout()
     steps = Steps(CPU, modules=[kept, head])
