@@ -149,8 +149,8 @@ def _changing_dicts_of(modules: Iterable[nn.Module]) -> Iterator[_ChangingDict]:
         for name, value in own.items():
             if type(value) is dict and len(value) <= _MANY and name not in _FIXED:
                 yield _ChangingDict(value, frozenset())
-        if buffers := own.get("_buffers"):  # a ScriptModule makes another object each time
-            yield _ChangingDict(buffers, frozenset())
+        if module._buffers and isinstance(module._buffers, dict):  # those of a ScriptModule are none
+            yield _ChangingDict(module._buffers, frozenset())
 
 
 class _OwnAttributes:

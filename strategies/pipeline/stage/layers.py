@@ -293,7 +293,7 @@ def has_same_entries(entries: Mapping[str, Any], before: Mapping[str, Any]) -> b
     """Return whether two dicts have the same objects under the same names, in the same order."""
     return (
         len(entries) == len(before)
-        and all(map(is_, entries, before))
+        and all(map(is_, entries.keys(), before))
         and all(map(is_, entries.values(), before.values()))
     )
 

@@ -18,6 +18,12 @@ def layers_and_mirror() -> tuple[nn.Sequential, Mirror]:
     return layers, Mirror(layers, "stage 0")
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_a_script_module_without_changes() -> None:
+    mirror = Mirror(nn.Sequential(torch.jit.script(nn.Linear(2, 2)), nn.Linear(2, 2)), "stage 0")
+    assert mirror.changes() == ({}, None) and not mirror.has_changed()
+
+
 def test_attributes_and_flags_are_told_once() -> None:
     layers, mirror = layers_and_mirror()
     assert mirror.changes() == ({}, None)
