@@ -217,6 +217,12 @@ backward_hooks = attrgetter("_backward_pre_hooks", "_backward_hooks")
 """Returns a module's backward pre-hooks and backward hooks, by handle id."""
 
 
+def give_parameters(replica: nn.Module) -> None:
+    """Make ``parameters()`` of a copy of ``DataParallel`` return its weights, which torch keeps as plain attributes."""
+    for module in replica.modules():
+        module._parameters.update(vars(module)["_former_parameters"])
+
+
 def state_dict_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
     """Return a module's ``state_dict`` hooks and ``load_state_dict`` pre-hooks, by handle id."""
     return module._state_dict_hooks, module._load_state_dict_pre_hooks

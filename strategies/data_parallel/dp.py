@@ -21,7 +21,7 @@ from torch.nn.parallel import DataParallel
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from strategies.common.torch_compat import tree_flatten, tree_leaves, tree_unflatten
+from strategies.common.torch_compat import give_parameters, tree_flatten, tree_leaves, tree_unflatten
 from strategies.lightning.compat import MisconfigurationException, ParallelStrategy, pl, set_device
 from strategies.lightning.hooks import collect_logs
 from strategies.lightning.launch.environment import is_external
@@ -215,6 +215,13 @@ class _StepModule(nn.Module):
 
 class _UngatheredReplicas(DataParallel):
     """Returns the results of the replicas as a list instead of gathering them into one."""
+
+    def replicate(self, module: Any, device_ids: Any) -> list[Any]:
+        """Return copies of the module. A step may use their parameters, for example in a penalty on all weights."""
+        replicas = super().replicate(module, device_ids)
+        for replica in replicas:
+            give_parameters(replica)
+        return replicas
 
     def gather(self, outputs: Any, output_device: Any) -> list[ReplicaResult]:
         return list(outputs)

@@ -41,6 +41,7 @@ _IN_TORCH_COMPAT = {
     "torch.nn.Module._forward_hooks": "notice and remove hooks of a layer",
     "torch.nn.Module._backward_pre_hooks": "notice that hooks of a layer have changed",
     "torch.nn.Module._backward_hooks": "notice that hooks of a layer have changed",
+    "torch.nn.Module._parameters": "give parameters to the copies of DataParallel",
     "torch.nn.Module._state_dict_hooks": "copy a module without the pipeline's own hooks",
     "torch.nn.Module._load_state_dict_pre_hooks": "copy a module without the pipeline's own hooks",
     "torch.nn.Module._non_persistent_buffers_set": "check a state dict before it is loaded",

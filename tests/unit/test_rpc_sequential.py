@@ -17,7 +17,13 @@ import pytorch_lightning as pl
 import torch
 from parity_parts import Lamb
 from paths import ROOT
-from pytorch_lightning.plugins.precision import MixedPrecision, Precision
+from pytorch_lightning.plugins.precision import (
+    DoublePrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+    TransformerEnginePrecision,
+)
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed import rpc
@@ -26,7 +32,7 @@ from torch.utils.data import DataLoader
 from strategies import Recovery, RPCSequentialStrategy, Schedule
 from strategies.launch import workers as launch
 from strategies.launch.workers import Workers
-from strategies.lightning.features.precision import check_mixed_precision
+from strategies.lightning.features.precision import check_mixed_precision, warn_of_other_contexts
 from strategies.lightning.finding_blocks import find_path
 from strategies.pipeline import pop, skippable
 from trainer import Trainer
@@ -1049,3 +1055,16 @@ def test_mixed_precision_on_devices_of_two_kinds() -> None:
         check_mixed_precision(mixed, [cpu, gpu])
     check_mixed_precision(mixed, [gpu, gpu])
     check_mixed_precision(Precision(), [cpu, gpu])
+
+
+def test_a_precision_plugin_with_its_own_context() -> None:
+    class Mine(MixedPrecision):
+        def autocast_context_manager(self) -> torch.autocast:
+            return torch.autocast("cpu", torch.float16)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for plugin in (Precision(), Mine("bf16-mixed", "cpu"), HalfPrecision("bf16-true"), DoublePrecision()):
+            warn_of_other_contexts(plugin)
+    with pytest.warns(UserWarning, match="TransformerEnginePrecision.forward_context may enter more than autocast"):
+        warn_of_other_contexts(TransformerEnginePrecision.__new__(TransformerEnginePrecision))

@@ -5,7 +5,14 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.optim import Optimizer
 
-from strategies.lightning.compat import MisconfigurationException, Precision
+from strategies.lightning.compat import (
+    DoublePrecision,
+    HalfPrecision,
+    MisconfigurationException,
+    MixedPrecision,
+    Precision,
+    rank_zero_warn,
+)
 from strategies.lightning.features.feature import Feature, PipelineArguments
 from strategies.lightning.hooks import Undo, follow_precision, operations_over_stages, scaler_of
 from strategies.lightning.run import Preparation, Run
@@ -15,8 +22,9 @@ class PrecisionOnStages(Feature):
     """Makes the precision plug-in apply to all stages."""
 
     def check(self, prepared: Preparation) -> None:
-        """Check that autocast reaches all stages."""
+        """Check that autocast reaches all stages, and warn of a plug-in that may do more."""
         check_mixed_precision(prepared.precision, prepared.devices)
+        warn_of_other_contexts(prepared.precision)
 
     def arguments(self, prepared: Preparation, optimizers: Sequence[Optimizer]) -> PipelineArguments:
         """Return whether there is a gradient scaler."""
@@ -25,6 +33,22 @@ class PrecisionOnStages(Feature):
     def begin(self, run: Run) -> Iterable[Undo]:
         """Make clipping and unscaling reach all stages."""
         return follow_precision(run.precision, operations_over_stages(run.pipeline.optimizers))
+
+
+_KNOWN = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
+
+
+def warn_of_other_contexts(precision: Precision) -> None:
+    """Warn if steps run in a context of its own class: Relay gives the stages only what it knows of a context."""
+    kind = type(precision)
+    for name in ("forward_context", "train_step_context"):
+        if getattr(kind, name) not in [getattr(known, name) for known in _KNOWN]:
+            rank_zero_warn(
+                f"{kind.__name__}.{name} may enter more than autocast and a default dtype, which are all that Relay "
+                "gives to the layers of every process: FP8 recipes, torch modes or a choice of kernels would be lost, "
+                "or hold in some stages only. Enter them in the forward method of the layers instead."
+            )
+            return
 
 
 def check_mixed_precision(precision: Precision, devices: Sequence[torch.device]) -> None:

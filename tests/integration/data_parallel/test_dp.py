@@ -6,6 +6,7 @@ model on one part of the rows after the other instead, which is all that replica
 
 import subprocess
 import sys
+from importlib import import_module
 from operator import is_
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,20 @@ def test_fulfils_the_contract_itself() -> None:
 
 
 # What it makes of what replicas give
+
+
+def test_a_step_may_use_the_parameters_of_its_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    def copied(tensors: list[Tensor], devices: list[int], detach: bool = False) -> list[list[Tensor]]:
+        return [[tensor.clone() for tensor in tensors] for _ in devices]
+
+    monkeypatch.setattr(import_module("torch.nn.parallel.replicate"), "_broadcast_coalesced_reshape", copied)
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    replicas = _UngatheredReplicas(model).replicate(model, [0, 1])
+    for replica in replicas:
+        assert [name for name, _ in replica.named_parameters()] == [name for name, _ in model.named_parameters()]
+        torch.stack([parameter.pow(2).sum() for parameter in replica.parameters()]).sum().backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None and parameter.grad.equal(4 * parameter)
 
 
 class OnCPU(DataParallelStrategy):
