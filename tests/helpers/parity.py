@@ -220,6 +220,7 @@ def assert_equal(actual: ObservedRun, expected: ObservedRun, tolerance: float) -
 def _observed(outcome: Outcome) -> ObservedRun:
     """An outcome as a run with one step, at its end."""
     step = ObservedStep(
+        len(outcome.losses),
         values={**outcome.parameters, **outcome.buffers},
         states=leaves([optimizer.get("state", {}) for optimizer in outcome.optimizers]),
         hyperparameters=leaves([optimizer.get("param_groups", []) for optimizer in outcome.optimizers]),

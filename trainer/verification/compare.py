@@ -191,14 +191,16 @@ class _RunComparison:
             yield Finding(
                 None, "losses", "number of losses", math.inf, math.inf, 0.0, len(actual.losses), len(expected.losses)
             )
-        num_steps = max(1, len(expected.steps))
-        per_step = max(1, len(expected.losses) // num_steps)
+        done = 0
         for i, (ours, theirs) in enumerate(zip(actual.steps, expected.steps, strict=False)):
-            batches = range(i * per_step, (i + 1) * per_step)
+            batches, done = range(done, theirs.batches), theirs.batches
             self._rounding = self._limits.of_step(i)
             yield from self._losses(i, batches)
             yield from self._step(i, ours, theirs)
             yield from self._logged(i, actual.logged, expected.logged, batches)
+        rest = range(done, len(expected.losses))  # of manual optimization, after its last step
+        yield from self._losses(None, rest)
+        yield from self._logged(None, actual.logged, expected.logged, rest)
         yield from self._logged(
             None, actual.logged_of_epoch, expected.logged_of_epoch, range(len(expected.logged_of_epoch))
         )
@@ -210,7 +212,7 @@ class _RunComparison:
         yield from self._values(None, "checkpoint", actual.checkpoint, expected.checkpoint)
         yield from self._values(None, "predict", actual.predictions, expected.predictions)
 
-    def _losses(self, step: int, batches: range) -> Iterator[Finding]:
+    def _losses(self, step: int | None, batches: range) -> Iterator[Finding]:
         ours, theirs = self._actual.losses, self._expected.losses
         scale = max((abs(loss) for loss in theirs if loss is not None), default=1.0)
         for batch in batches:

@@ -27,6 +27,7 @@ class ObservedStep:
     """What is observed of one optimizer step.
 
     Attributes:
+        batches: Number of batches of the run up to the end of the step.
         gradients: The gradient of each parameter before clipping, averaged over the ranks; ``None`` if it has none.
         norm: The global norm that the strategy computes, if it was requested.
         values: Parameters and buffers after the step.
@@ -34,6 +35,7 @@ class ObservedStep:
         hyperparameters: The settings of each parameter group during the step.
     """
 
+    batches: int
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     norm: float | None = None
     values: dict[str, Tensor] = field(default_factory=dict)
@@ -106,11 +108,12 @@ class ObservedRun:
 
     def first(self, number: int) -> "ObservedRun":
         """Return the run up to some step, without the results that follow the last step."""
-        batches = number * max(1, len(self.losses) // max(1, len(self.steps)))
+        steps = self.steps[:number]
+        batches = steps[-1].batches if steps else 0
         return replace(
             self,
             losses=self.losses[:batches],
-            steps=self.steps[:number],
+            steps=steps,
             logged=self.logged[:batches],
             logged_of_epoch=[],
             validation={},
@@ -139,7 +142,7 @@ def merged(of_ranks: Sequence[ObservedRun], accumulated: int = 1) -> ObservedRun
         for name in gradients:
             found = (own.steps[i].gradients.get(name) for own in of_ranks)
             gradients[name] = next((gradient for gradient in found if gradient is not None), None)
-        steps.append(replace(step, gradients=gradients))
+        steps.append(replace(step, batches=step.batches * len(of_ranks), gradients=gradients))
     return replace(first, losses=losses, steps=steps, logged=logged, logged_of_epoch=of_epoch)
 
 

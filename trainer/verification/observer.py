@@ -91,7 +91,7 @@ class ValuesObserver(Callback):
         self.observed.logged.append(leaves(dict(trainer.callback_metrics)))
         if trainer.global_step > self._num_steps:
             if self._step is None:  # no hook has begun the step
-                self._begin(ObservedStep())
+                self._begin(ObservedStep(len(self.observed.losses)))
             self._end_step(trainer, pl_module)
             self._num_steps = trainer.global_step
             if self._advance is not None:
@@ -167,7 +167,7 @@ class GradientsObserver(ValuesObserver):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Note the gradients before clipping, and their norm as the strategy computes it."""
         self._end_step(trainer, pl_module)  # the step of another optimizer
-        step = ObservedStep(hyperparameters=hyperparameters_of(trainer))
+        step = ObservedStep(len(self.observed.losses) + 1, hyperparameters=hyperparameters_of(trainer))
         step.gradients = gradients_of(trainer, pl_module)
         step.norm = norm_of(trainer, unwrapped(optimizer))
         self._begin(step)

@@ -305,6 +305,8 @@ def _certified(
         result.notes.append(
             f"The limits are those of {rounding.described}, because no run with micro-batches could measure rounding."
         )
+    if result.is_right:
+        result.notes += _check_steps(actual, runs.steps)
     described = first if first.stopped_after != 0 else references.micro
     result.notes = [*notes, *result.notes, *([] if described is None else _not_compared(described))]
     result.facts["runs"], result.facts["steps of runs"] = runs.names, runs.made
@@ -327,6 +329,24 @@ def _observed_in_one(runs: "RunProcesses", one: Execution, failed: Mapping[str, 
     if one.name in failed:
         raise RuntimeError(f"the model does not train in one process: {_told(failed[one.name])}")
     return runs.observed(one.name)
+
+
+def _check_steps(actual: ObservedRun, steps: int) -> list[str]:
+    """Return a note if the model made fewer optimizer steps than requested, as manual optimization may.
+
+    Raises:
+        MisconfigurationException: If it made none, so that no gradient and no step was compared.
+    """
+    requested = steps if actual.stopped_after is None else actual.stopped_after
+    made = len(actual.steps)
+    if made >= requested:
+        return []
+    found = f"The model made {made} of {requested} optimizer steps, because it does not step after every batch."
+    if not made:
+        raise MisconfigurationException(
+            f"{found} There is no step to compare; set steps to at least the number of batches of one optimizer step."
+        )
+    return [f"{found} A larger number of steps compares more."]
 
 
 def _has_the_same_loss(actual: ObservedRun, one: ObservedRun) -> bool:

@@ -16,6 +16,7 @@ import torch
 from harness import OWN_SERVER, run
 from model_families import workers_import_transformers
 from paths import PYTHONPATH
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from verified_nets import Logging, SumLoss, VerifiedData, VerifiedNet
 from verifying import verified
 
@@ -79,6 +80,45 @@ def test_a_sound_model_is_equal() -> None:
     assert (found["verdict"], found["precision"]) == (EQUAL, "float64")
     assert found["facts"]["runs"] == ["one process", "the strategy"]  # twice the steps of one process
     assert found["compared"]["gradients"] == {**found["compared"]["gradients"], "values": 24}
+
+
+class StepsLate(VerifiedNet):
+    """Steps itself, after every second batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def steps_late() -> tuple[str, Any]:
+    """Verifies a model that steps late; returns why one step is refused, and the certificate of three steps."""
+
+    def verify_steps(steps: int) -> Any:
+        return verified(StepsLate(), VerifiedData(), RPCSequentialStrategy(microbatches=3), devices=1, steps=steps)
+
+    with pytest.raises(MisconfigurationException) as refused:
+        verify_steps(1)
+    return str(refused.value), verify_steps(3)
+
+
+def test_a_run_without_a_step_is_refused_and_one_with_fewer_steps_says_so() -> None:
+    refused, found = run(steps_late)
+    assert refused == (
+        "The model made 0 of 1 optimizer steps, because it does not step after every batch. There is no step to "
+        "compare; set steps to at least the number of batches of one optimizer step."
+    )
+    assert (found["verdict"], found["steps"], found["compared"]["losses"]["values"]) == (EQUAL, 1, 3)
+    assert found["notes"] == [
+        "The model made 1 of 3 optimizer steps, because it does not step after every batch. A larger number of steps "
+        "compares more."
+    ]
 
 
 @pytest.mark.slow

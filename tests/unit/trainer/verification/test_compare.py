@@ -21,6 +21,7 @@ def observed(gradient: Any = None, value: Any = None, **others: Any) -> Observed
     """One step of one parameter ``a.weight``, beside a large gradient of ``b.weight``."""
     weight = torch.ones(3, dtype=torch.float64)
     step = ObservedStep(
+        batches=1,
         gradients={"a.weight": weight if gradient is None else gradient, "b.weight": 100 * weight},
         values={"a.weight": weight if value is None else value},
         norm=1.0,
@@ -90,7 +91,8 @@ def test_steps_in_which_rounding_was_not_measured_have_the_largest_limits() -> N
 
     def steps(*gradients: Tensor) -> ObservedRun:
         return observed(
-            steps=[step for each in gradients for step in observed(each).steps], losses=[1.0] * len(gradients)
+            steps=[replace(observed(each).steps[0], batches=i + 1) for i, each in enumerate(gradients)],
+            losses=[1.0] * len(gradients),
         )
 
     ones = tensor(1, 1, 1)
@@ -102,7 +104,8 @@ def test_steps_in_which_rounding_was_not_measured_have_the_largest_limits() -> N
 
 def test_what_differs_only_after_the_steps_of_the_run_with_micro_batches_has_an_origin() -> None:
     ones = tensor(1, 1, 1)
-    first, second, wrong_second = observed().steps[0], observed().steps[0], observed(2 * ones).steps[0]
+    first = observed().steps[0]
+    second, wrong_second = (replace(observed(each).steps[0], batches=2) for each in (ones, 2 * ones))
     one = observed(steps=[first, second], losses=[1.0, 1.0], stopped_after=2)
     micro = observed(steps=[first], stopped_after=1)
     actual = observed(steps=[first, wrong_second], losses=[1.0, 1.0], stopped_after=2)
@@ -143,6 +146,27 @@ def test_a_loss_too_many_is_wrong() -> None:
     assert wrong(observed(losses=[1.0, 1.0]), observed()) == [("losses", "number of losses")]
 
 
+@pytest.mark.parametrize("batches_of_steps", [(), (1,), (2,), (1, 1)])  # two optimizers may step in one batch
+def test_losses_and_logged_values_of_all_batches_are_compared(batches_of_steps: tuple[int, ...]) -> None:
+    def run(losses: list[float]) -> ObservedRun:
+        steps = [replace(observed().steps[0], batches=number) for number in batches_of_steps]
+        return observed(steps=steps, losses=losses, logged=[{"doubled": 2 * loss} for loss in losses])
+
+    one = run([1.0, 2.0, 3.0])
+    assert len([each for each in findings(one, one, EXACT) if each.part == "losses"]) == 3
+    for batch in range(3):
+        other = run([loss + (i == batch) for i, loss in enumerate(one.losses)])
+        assert sorted(wrong(other, one)) == [("logged values", "doubled"), ("losses", f"batch {batch}")]
+
+
+def test_a_batch_belongs_to_the_step_that_follows_it() -> None:
+    steps = [replace(observed().steps[0], batches=number) for number in (3, 6)]
+    one = observed(steps=steps, losses=[1.0] * 8)
+    of_step = [each.step for each in findings(one, one, EXACT) if each.part == "losses"]
+    assert of_step == [0, 0, 0, 1, 1, 1, None, None]
+    assert len(one.first(1).losses) == 3
+
+
 def test_hyperparameters_are_compared_in_units_of_their_size() -> None:
     ours, theirs = observed(), observed()
     ours.steps[0].hyperparameters, theirs.steps[0].hyperparameters = {"0.0.lr": 1.1e-3}, {"0.0.lr": 1e-3}
@@ -160,6 +184,7 @@ def test_runs_of_ranks_become_one() -> None:
     ranks[1].steps[0].gradients = {"a": tensor(2.0), "b": None}
     whole = merged(ranks)
     assert whole.losses == [0.0, 1.0, 2.0, 3.0]
+    assert whole.steps[0].batches == 2
     assert {name: float(value) for name, value in whole.steps[0].gradients.items() if value is not None} == {
         "a": 2.0,
         "b": 1.0,
