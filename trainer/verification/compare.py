@@ -5,7 +5,9 @@ A difference is expressed in units of its *limit*. With the tensors ``a`` of a r
     gradients, states    relative * max|b|  +  noise * max of all gradients of the step
     values               relative * (max|b|  +  max of all values), and what an optimizer makes of noise in a gradient
     numbers              relative * max(|b|, 1)
+    validation, predict  relative * max(|b|, min(1, max of all tensors of the part))
     hyperparameters      relative * |b|
+    checkpoint           as the same values after a step, and otherwise as the validation, by first key
 
 ``noise`` is for gradients that would be zero without rounding, such as the gradient of a bias before a normalisation.
 In less than float64, an optimizer that divides by the size of the gradient turns this noise into steps of full size. So
@@ -208,9 +210,10 @@ class _RunComparison:
             {name: value for name, value in each.validation.items() if name not in expected.left_out}
             for each in (actual, expected)
         )
-        yield from self._values(None, "validation", mine, other)
-        yield from self._values(None, "checkpoint", actual.checkpoint, expected.checkpoint)
-        yield from self._values(None, "predict", actual.predictions, expected.predictions)
+        yield from self._values(None, "validation", mine, other, least=_least(other))
+        yield from self._checkpoint(actual.checkpoint, expected.checkpoint)
+        mine, other = actual.predictions, expected.predictions
+        yield from self._values(None, "predict", mine, other, least=_least(other))
 
     def _losses(self, step: int | None, batches: range) -> Iterator[Finding]:
         ours, theirs = self._actual.losses, self._expected.losses
@@ -241,7 +244,32 @@ class _RunComparison:
         ):
             mine, other = ({n: v for n, v in step.values.items() if is_part(n)} for step in (ours, theirs))
             yield from self._tensors(i, part, mine, other, _largest(other))
-        yield from self._states(i, ours.states, theirs.states)
+        yield from self._states(i, "optimizer states", self._named(ours.states), self._named(theirs.states))
+
+    def _checkpoint(self, actual: Values, expected: Values) -> Iterator[Finding]:
+        """Compare checkpoints, whose weights, optimizer states and hyperparameters have the limits of a step."""
+        for kind in dict.fromkeys(map(self._kind_in_checkpoint, [*expected, *actual])):
+            ours, theirs = (
+                {path: value for path, value in each.items() if self._kind_in_checkpoint(path) == kind}
+                for each in (actual, expected)
+            )
+            if kind in ("parameters", "buffers"):
+                yield from self._tensors(None, "checkpoint", ours, theirs, _largest(theirs))
+            elif kind == "optimizer states":
+                yield from self._states(None, "checkpoint", ours, theirs)
+            else:
+                least = 0.0 if kind == "hyperparameters" else _least(theirs)
+                yield from self._values(None, "checkpoint", ours, theirs, least=least)
+
+    def _kind_in_checkpoint(self, path: str) -> str:
+        """Return the part of a step that has the same value; the first key if there is none."""
+        first, _, name = path.partition(".")
+        if name in self._expected.initial:
+            return "buffers" if name in self._expected.buffers else "parameters"
+        if first == "optimizer_states":
+            _, _, key = name.partition(".")
+            return "hyperparameters" if key.startswith("param_groups.") else "optimizer states"
+        return first
 
     def _logged(
         self, step: int | None, actual: Sequence[Values], expected: Sequence[Values], numbers: range
@@ -264,7 +292,8 @@ class _RunComparison:
             other = expected.get(name)
             limit = 0.0
             if isinstance(other, Tensor) and _is_real(other):
-                limit = self._rounding.relative * (_max(other) + scale)
+                relative = max(self._rounding.relative, 2 * torch.finfo(other.dtype).eps)
+                limit = relative * (_max(other) + scale)
             yield self._tensor(step, part, name, actual.get(name), other, limit)
 
     def _named(self, states: Values) -> Values:
@@ -276,8 +305,7 @@ class _RunComparison:
             found[".".join([number, name, *rest])] = value
         return found
 
-    def _states(self, step: int, actual: Values, expected: Values) -> Iterator[Finding]:
-        actual, expected = self._named(actual), self._named(expected)
+    def _states(self, step: int | None, part: str, actual: Values, expected: Values) -> Iterator[Finding]:
         scales: dict[str, float] = {}
         for path, value in expected.items():
             if isinstance(value, Tensor) and _is_real(value):
@@ -290,9 +318,9 @@ class _RunComparison:
                 if _is_real(other):
                     limit = self._rounding.relative * _max(other)
                     limit += self._rounding.noise * scales[path.rpartition(".")[2]]
-                yield self._tensor(step, "optimizer states", path, mine, other, limit)
+                yield self._tensor(step, part, path, mine, other, limit)
             else:
-                yield self._leaf(step, "optimizer states", path, mine, other)
+                yield self._leaf(step, part, path, mine, other)
 
     def _values(
         self, step: int | None, part: str, actual: Values, expected: Values, *, least: float = 1.0
@@ -349,9 +377,10 @@ class _RunComparison:
         one, two = mine.to(kind), other.to(kind)
         apart = (one - two).abs()
         apart = torch.where((one == two) | (one.isnan() & two.isnan()), torch.zeros_like(apart), apart)
-        if part == "parameters" and name in self._is_noise:
-            moved = _max(two - self._expected.initial[name].to(kind))
-            apart = (apart - 2 * moved * self._is_noise[name]).clamp_min(0)
+        parameter = name.partition(".")[2] if part == "checkpoint" else name
+        if part in ("parameters", "checkpoint") and parameter in self._is_noise:
+            moved = _max(two - self._expected.initial[parameter].to(kind))
+            apart = (apart - 2 * moved * self._is_noise[parameter]).clamp_min(0)
         size = float(apart.max()) if not apart.isnan().any() else math.inf
         relative = size / max(_max(other), 1e-300) if size else 0.0
         return Finding(step, part, name, size, relative, limit + self._rounding.absolute, mine, other)
@@ -385,6 +414,11 @@ def _max(tensor: Tensor) -> float:
 def _largest(values: Mapping[str, Any]) -> float:
     found = (_max(value) for value in values.values() if isinstance(value, Tensor) and _is_real(value))
     return max(found, default=0.0)
+
+
+def _least(values: Mapping[str, Any]) -> float:
+    """Return the size below which tensors are compared in units of this size: 1, or the largest value if smaller."""
+    return min(1.0, _largest(values)) or 1.0
 
 
 def _equal(mine: Any, other: Any) -> bool:

@@ -178,6 +178,52 @@ def test_integers_are_compared_exactly() -> None:
     assert wrong(ours, theirs) == [("validation", "count")]
 
 
+@pytest.mark.parametrize("precision, narrowest", [("64-true", "float64"), ("bf16-true", "bfloat16")])
+@pytest.mark.parametrize(
+    "part, name, value, lost",
+    [
+        ("checkpoint", "state_dict.a.weight", 0.05, 0.0),
+        ("checkpoint", "optimizer_states.0.state.0.exp_avg_sq", 1e-12, 0.0),
+        ("checkpoint", "optimizer_states.0.param_groups.0.lr", 1e-3, 2e-3),
+        ("checkpoint", "averages.a.weight", 0.05, 0.0),
+        ("checkpoint", "of_a_hook.center", 0.05, 0.0),
+        ("validation", "output", 0.05, 0.0),
+        ("predictions", "0", 0.05, 0.0),
+    ],
+)
+def test_small_values_that_are_lost_are_found(
+    part: str, name: str, value: float, lost: float, precision: str, narrowest: str
+) -> None:
+    rounding, kind = rounding_of(precision, narrowest), getattr(torch, narrowest)
+
+    def run(number: float) -> ObservedRun:
+        found = number if name.endswith("lr") else torch.full((3,), number, dtype=kind)
+        return observed(tensor(100, 100, 100), **{part: {name: found}})  # no noise, which may move weights
+
+    assert wrong(run(value), run(value), rounding) == []
+    assert wrong(run(lost), run(value), rounding) == [("predict" if part == "predictions" else part, name)]
+
+
+def test_weights_of_a_checkpoint_have_the_limits_of_the_weights_after_the_step() -> None:
+    single = rounding_of("32-true", "float32")
+    quiet, moved = tensor(1e-9, 1e-9, 1e-9), tensor(1.1, 0.9, 1.1)
+
+    def run(gradient: Tensor, value: Tensor) -> ObservedRun:
+        return observed(gradient, value, checkpoint={"state_dict.a.weight": value})
+
+    assert wrong(run(-quiet, tensor(0.9, 1.1, 1.1)), run(quiet, moved), single) == []
+    assert ("checkpoint", "state_dict.a.weight") in wrong(run(-quiet, tensor(0.9, 1.1, 1.6)), run(quiet, moved), single)
+
+
+def test_weights_that_a_hook_casts_for_the_checkpoint_may_differ_by_a_spacing() -> None:
+    one, near, far = (
+        observed(checkpoint={"state_dict.a.weight": torch.tensor([value], dtype=torch.bfloat16)})
+        for value in (1.0, 1.0 + 2**-7, 1.0 + 2**-4)
+    )
+    assert wrong(near, one) == []
+    assert wrong(far, one) == [("checkpoint", "state_dict.a.weight")]
+
+
 def test_runs_of_ranks_become_one() -> None:
     ranks = [observed(losses=[0.0, 2.0]), observed(losses=[1.0, 3.0])]
     ranks[0].steps[0].gradients = {"a": None, "b": tensor(1.0)}
