@@ -207,7 +207,11 @@ class _RunComparison:
             None, actual.logged_of_epoch, expected.logged_of_epoch, range(len(expected.logged_of_epoch))
         )
         mine, other = (
-            {name: value for name, value in each.validation.items() if name not in expected.left_out}
+            {
+                name: value
+                for name, value in each.validation.items()
+                if name.partition("/dataloader_idx_")[0] not in expected.left_out
+            }
             for each in (actual, expected)
         )
         yield from self._values(None, "validation", mine, other, least=_least(other))

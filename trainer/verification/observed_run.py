@@ -56,8 +56,8 @@ class ObservedRun:
         logged_of_epoch: The logged values after the epoch, of each rank.
         calls: The calls of ``self.log`` in ``training_step`` during each batch, if one process runs the batches of all
             ranks; then only the values that these calls log are compared.
-        validation: The outputs and the metrics of one validation batch.
-        predictions: What ``predict`` returned for one batch.
+        validation: The outputs and the metrics of one validation batch of each loader.
+        predictions: What ``predict`` returned for one batch of each loader.
         checkpoint: Every leaf of the checkpoint that is written at the end.
         left_out: Names of logged values that are not compared.
         has_gradients: Whether gradients could be read between the backward pass and the step.

@@ -106,10 +106,17 @@ class ValuesObserver(Callback):
         seed_generators(seed_of_batch(self._seed, 0))
 
     def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """Note the output of ``validation_step``."""
-        self.observed.validation.update(leaves(outputs, "output") if outputs is not None else {})
+        name = f"output of loader {dataloader_idx}" if dataloader_idx else "output"
+        self.observed.validation.update(leaves(outputs, name) if outputs is not None else {})
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the metrics of the validation."""

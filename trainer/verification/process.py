@@ -120,14 +120,14 @@ class DrawnBatches:
 
     Attributes:
         training: The batches for training.
-        validation: One batch for validation, or none.
-        prediction: One batch for ``predict``, or none.
+        validation: One batch, or none, of each loader for validation.
+        prediction: One batch, or none, of each loader for ``predict``.
         notes: What differs from the request.
     """
 
     training: list[Any]
-    validation: list[Any] = field(default_factory=list)
-    prediction: list[Any] = field(default_factory=list)
+    validation: list[list[Any]] = field(default_factory=list)
+    prediction: list[list[Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -320,9 +320,10 @@ def run_execution(folder: Path, job: VerifiedJob, execution: Execution, drawn: D
             for key, value in leaves(_whole_checkpoint(Path(path))).items()
             if key.split(".")[0] not in NOT_COMPARED
         }
-    if drawn.prediction:
+    if any(drawn.prediction):
         pl.seed_everything(job.seed, verbose=False)
-        observed.predictions = leaves(trainer.predict(job.model, dataloaders=_loader(drawn.prediction)))
+        loaders = [_loader(batches) for batches in drawn.prediction]
+        observed.predictions = leaves(trainer.predict(job.model, dataloaders=loaders))
     return None if getattr(trainer.strategy, "part", 0) else observed
 
 
@@ -369,33 +370,43 @@ def draw_batches(trainer: Any, job: VerifiedJob) -> DrawnBatches:
                 holder.prepare_data()
                 holder.setup("fit")
         source = module or model
-        found = DrawnBatches(_batches(source.train_dataloader() if data is module else data, job.num_batches))
+        loaders = source.train_dataloader() if data is module else data
+        found = DrawnBatches(_training_batches(loaders, job.num_batches))
         if not found.training:
             raise ValueError("the training loader gives no batch")
         if (number := len(found.training)) < job.num_batches:
             found.notes.append(f"The loader has {number} batches, so they are used again in the same order.")
             found.training = list(islice(cycle(found.training), job.num_batches))
         if is_overridden("validation_step", model) and is_overridden("val_dataloader", source):
-            found.validation = _batches(source.val_dataloader(), 1)
+            found.validation = _first_of_each(source.val_dataloader())
         if is_overridden("predict_step", model):
             given = is_overridden("predict_dataloader", source)
             if given and module is not None:
                 module.setup("predict")
-            found.prediction = _batches(source.predict_dataloader(), 1) if given else found.validation
-            if not given and not found.validation:
-                found.prediction = found.training[:1]
+            if given:
+                found.prediction = _first_of_each(source.predict_dataloader())
+            else:
+                first = found.validation[:1]
+                found.prediction = first if any(first) else [found.training[:1]]
     return found
 
 
-def _batches(loaders: Any, number: int) -> list[Any]:
+def _training_batches(loaders: Any, number: int) -> list[Any]:
+    """Return the first batches of training, combined from several loaders as ``fit`` combines them."""
     from strategies.lightning.compat import CombinedLoader
 
-    if isinstance(loaders, list | tuple) and len(loaders) == 1:
-        (loaders,) = loaders
-    if isinstance(loaders, list | tuple):
-        return [batch for batch, *_ in islice(CombinedLoader(loaders, "sequential"), number)]
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
     return [batch for batch, *_ in islice(combined, number)]
+
+
+def _first_of_each(loaders: Any) -> list[list[Any]]:
+    """Return one batch, or none, of each loader that ``validate`` and ``predict`` run one after another."""
+    from strategies.lightning.compat import CombinedLoader, combined_mode
+
+    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "sequential")
+    if combined_mode(combined) != "sequential":
+        return [_training_batches(combined, 1)]
+    return [list(islice(loader, 1)) for loader in combined.flattened]
 
 
 def _give(source: Any, drawn: DrawnBatches, trainer: Any, *, validations: int) -> None:
@@ -409,7 +420,7 @@ def _give(source: Any, drawn: DrawnBatches, trainer: Any, *, validations: int) -
     """
     source.train_dataloader = lambda: _loader(drawn.training[trainer.global_rank :: trainer.world_size])
     if drawn.validation:
-        source.val_dataloader = lambda: _loader(drawn.validation * validations)
+        source.val_dataloader = lambda: [_loader(batches * validations) for batches in drawn.validation]
 
 
 def _loader(batches: Any) -> Any:

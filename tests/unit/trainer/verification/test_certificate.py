@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from parity import alike, batches
+from pytorch_lightning import LightningDataModule
 from verified_nets import FAULTS, PlantedStrategy, VerifiedData, VerifiedNet
 
 from trainer import Trainer
@@ -27,6 +29,46 @@ from trainer.verification.process import (
 )
 
 STEPS = 3
+
+
+class SeveralLoaders(VerifiedNet):
+    """Notes the batches of each loader."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.append(batch)
+        return sum(self.loss(own) for own in batch)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        self.seen.append([dataloader_idx, batch])
+        return super().validation_step(batch, batch_idx)
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        self.seen.append([dataloader_idx, batch])
+        return super().predict_step(batch, batch_idx)
+
+
+class ListsOfLoaders(LightningDataModule):
+    """Lists of loaders of different lengths."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def loaders(self, seed: int) -> list[Any]:
+        return [batches((8, 7, 5)[i:], seed=seed + i) for i in range(self.number)]
+
+    def train_dataloader(self) -> list[Any]:
+        return self.loaders(10)
+
+    def val_dataloader(self) -> list[Any]:
+        return self.loaders(20)
+
+    def predict_dataloader(self) -> list[Any]:
+        return self.loaders(30)
 
 
 @pytest.fixture(autouse=True)
@@ -108,6 +150,23 @@ def test_a_model_with_unsigned_buffers_is_sent_to_its_process(tmp_path: Path) ->
     write_job(tmp_path, job(model))
     codes = read_job(tmp_path).model.codes
     assert codes.dtype is torch.uint16 and codes.tolist() == [3, 4]
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_batches_of_lists_of_loaders_are_those_of_fit_and_predict(number: int, folder: Path) -> None:
+    model, of_lightning, data = SeveralLoaders(), SeveralLoaders(), ListsOfLoaders(number)
+    own = VerifiedJob(Trainer, model, data, {"accelerator": "cpu", "precision": "64-true"}, STEPS)
+    drawing = Execution("drawing of lists")
+    drawn = draw_batches(trainer_of_run(folder, own, drawing, []), own)
+    found = run_execution(folder, own, Execution("one process with lists"), drawn)
+    limits = {"limit_val_batches": 1, "limit_predict_batches": 1, "max_epochs": 1, "num_sanity_val_steps": 0}
+    trainer = Trainer(accelerator="cpu", precision="64-true", logger=False, enable_checkpointing=False, **limits)
+    trainer.fit(of_lightning, datamodule=ListsOfLoaders(number))
+    trainer.predict(of_lightning, datamodule=ListsOfLoaders(number))
+    alike(model.seen, of_lightning.seen)
+    assert len(model.seen) == STEPS + 2 * number
+    outputs = [name for name in found.validation if name.startswith("output")]
+    assert outputs == ["output", "output of loader 1"][:number]
 
 
 def test_there_are_forty_faults() -> None:

@@ -224,6 +224,12 @@ def test_weights_that_a_hook_casts_for_the_checkpoint_may_differ_by_a_spacing() 
     assert wrong(far, one) == [("checkpoint", "state_dict.a.weight")]
 
 
+def test_a_value_that_is_not_compared_is_left_out_for_every_loader_of_the_validation() -> None:
+    names = ("rows", "rows/dataloader_idx_0", "rows/dataloader_idx_1")
+    one, other = (observed(validation=dict.fromkeys(names, rows), left_out=["rows"]) for rows in (1.0, 2.0))
+    assert wrong(other, one) == []
+
+
 def test_runs_of_ranks_become_one() -> None:
     ranks = [observed(losses=[0.0, 2.0]), observed(losses=[1.0, 3.0])]
     ranks[0].steps[0].gradients = {"a": None, "b": tensor(1.0)}
