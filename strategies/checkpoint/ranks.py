@@ -128,21 +128,22 @@ class RankStates(DividedStates):
         return part
 
 
-def own_tensors(checkpoint: Mapping[str, Any], buffers: Collection[str], group: ProcessGroup) -> dict[str, Tensor]:
-    """Return the tensors that this rank writes, by key: its optimizer states and its share of the weights.
+def own_tensors(checkpoint: Mapping[str, Any], parameters: Collection[str], group: ProcessGroup) -> dict[str, Tensor]:
+    """Return the tensors that this rank writes, by key: its optimizer states and its share of the parameters.
 
-    Every rank writes its rows of a ``DTensor``. Rank 0 writes the buffers, which may differ between ranks.
+    Every rank writes its rows of a ``DTensor``. Rank 0 writes the rest of the model's state dict, such as buffers and
+    metrics, which may differ between ranks.
 
     Args:
         checkpoint: The checkpoint of this rank.
-        buffers: The names of the model's buffers.
+        parameters: The names of the model's parameters.
         group: The process group of the ranks.
     """
     everything = sharded_tensors(checkpoint)
     divided = {key: value for key, value in everything.items() if isinstance(value, DTensor)}
     tensors = {key: value for key, value in everything.items() if key not in divided}
     weights = {key: value for key, value in tensors.items() if key.startswith("state_dict.")}
-    shared = [key for key in weights if key.removeprefix("state_dict.") not in buffers]
+    shared = [key for key in weights if key.removeprefix("state_dict.") in parameters]
     owners = assign_owners([weights[key].nbytes for key in shared], [0] * group.size())
     owner_of = dict(zip(shared, owners, strict=True))
     own = {key: value for key, value in weights.items() if owner_of.get(key, 0) == group.rank()}

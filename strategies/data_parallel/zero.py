@@ -403,8 +403,8 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         if self._saving_group is None:  # only for saving: a thread may use it while training continues
             self._saving_group = cast(Any, dist.new_group(backend="gloo"))
         assert self.lightning_module is not None
-        buffers = {name for name, _ in self.lightning_module.named_buffers(remove_duplicate=False)}
-        group, own = self._saving_group, own_tensors(checkpoint, buffers, self._saving_group)
+        parameters = {name for name, _ in self.lightning_module.named_parameters(remove_duplicate=False)}
+        group, own = self._saving_group, own_tensors(checkpoint, parameters, self._saving_group)
         if self._writer.in_background:
             self._writer.wait()
             checkpoint, own = snapshot(without_values(checkpoint)), snapshot(own)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
+from torchmetrics import MeanMetric
 from zero_nets import WIDTH, Manual, Net
 
 
@@ -220,10 +221,19 @@ class FrozenWhileAccumulating(Net):
 
 
 class SavesMore(Net):
-    """Adds a tensor to its checkpoint, on some ranks only."""
+    """Has a persistent metric of each rank's batches. Adds a tensor to its checkpoint, on some ranks only."""
 
     more = False
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+        self.mean.persistent(True)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        self.mean.update(batch[0])
+        return super().training_step(batch, batch_idx)
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self.more:
-            checkpoint["state_dict"]["more"] = torch.zeros(1)
+            checkpoint["optimizer_states"][0]["state"]["more"] = torch.zeros(1)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from parity import alike
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torchmetrics import MeanMetric
 
 from strategies.checkpoint import save_and_load
 from strategies.checkpoint.divided_rows import RowStates, read_rows
@@ -50,7 +51,7 @@ def test_saved_and_loaded(group: Any, tmp_path: Path) -> None:
     alike(states.state_dict(optimizer, values=True), optimizer.state_dict(), tolerance=0.0)
     alike(states.state_dict(optimizer, values=False), optimizer.state_dict(), tolerance=0.0)
     checkpoint, path = checkpoint_of(model, optimizer), tmp_path / "a.ckpt"
-    own = own_tensors(checkpoint, [], group)
+    own = own_tensors(checkpoint, dict(model.named_parameters()), group)
     assert own.keys() == save_and_load.sharded_tensors(checkpoint).keys()
     save_over_ranks(checkpoint, path, own, group)
     alike(save_and_load.load_sharded(path)[0], checkpoint, tolerance=0.0)
@@ -63,14 +64,16 @@ def test_saved_and_loaded(group: Any, tmp_path: Path) -> None:
     alike(other.state_dict(), optimizer.state_dict(), tolerance=0.0)
 
 
-def test_buffers_are_those_of_rank_0() -> None:
+def test_all_but_parameters_is_that_of_rank_0() -> None:
     """A mean of one rank and a variance of another one belong to no model."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.BatchNorm1d(2))
-    buffers, checkpoint = dict(model.named_buffers()), {"state_dict": model.state_dict()}
+    metric = MeanMetric()
+    metric.persistent(True)
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.BatchNorm1d(2), metric)
+    parameters, checkpoint = dict(model.named_parameters()), {"state_dict": model.state_dict()}
     ranks: list[Any] = [SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: 2) for rank in range(2)]
-    first, second = (own_tensors(checkpoint, buffers, rank).keys() for rank in ranks)
+    first, second = (own_tensors(checkpoint, parameters, rank).keys() for rank in ranks)
     assert first | second == {f"state_dict.{name}" for name in model.state_dict()} and not first & second
-    assert second and second <= {f"state_dict.{name}" for name, _ in model.named_parameters()}
+    assert second and second <= {f"state_dict.{name}" for name in parameters}
 
 
 def test_gathered_states_follow_the_optimizer_until_they_are_forgotten(group: Any) -> None:
@@ -111,7 +114,7 @@ def test_what_a_rank_has_of_parameters_that_it_does_not_own_is_not_saved(left: d
 def test_what_cannot_be_saved(group: Any, tmp_path: Path) -> None:
     model, optimizer = trained()
     checkpoint, path = checkpoint_of(model, optimizer), tmp_path / "a.ckpt"
-    own = own_tensors(checkpoint, [], group)
+    own = own_tensors(checkpoint, dict(model.named_parameters()), group)
     save_over_ranks(checkpoint, path, own, group)
     del own["state_dict.bias"]
     own["state_dict.more"] = torch.ones(1)
