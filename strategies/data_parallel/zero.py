@@ -227,6 +227,8 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
                     self._divided.gather()
                     self._divided = None
                 raise
+        elif self._divided is not None and isinstance(self._sharded, RowOptimizers):
+            self._sharded.divide_again(self._divided)  # for checkpoints, which have the states of an earlier fit
 
     def model_to_device(self) -> None:
         """Move the model to the device; under stage 3, each block moves when it is divided."""

@@ -73,11 +73,19 @@ class RowOptimizers:
         self._undo = []
         for optimizer in self.optimizers:
             self._leave(optimizer)
-            if not self.model.is_divided:
-                originals = self.model.originals
-                for group in optimizer.param_groups:
-                    group["params"] = [originals.get(p, p) for p in group["params"]]
-                _rename(optimizer, originals)
+        if not self.model.is_divided:
+            self._replace(self.model.originals)
+
+    def divide_again(self, model: ShardedModel) -> None:
+        """Put the divided parameters of a model into the groups, in which :meth:`close` has put its original ones."""
+        self.model = model
+        self._replace({original: divided for divided, original in model.originals.items()})
+
+    def _replace(self, names: dict[Tensor, Tensor]) -> None:
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["params"] = [names.get(p, p) for p in group["params"]]
+            _rename(optimizer, names)
 
     # Steps
 

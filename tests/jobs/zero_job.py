@@ -276,6 +276,34 @@ def built_late(ranks: int, folder: Path) -> dict[str, Any]:
     return seen
 
 
+def read(path: Path) -> Any:
+    return save_and_load.load_sharded(path)[0] if path.is_dir() else torch.load(path, weights_only=True)
+
+
+class SavesInValidation(Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_validation_end(self, trainer: Trainer, model: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def saved_after_fit(ranks: int, folder: Path) -> list[Any]:
+    """The optimizer states in a checkpoint after ``fit``, and in one of a later validation; also those in parts."""
+    seen = []
+    for form in ("full", "sharded"):
+        files = [folder / f"{form}_{when}.ckpt" for when in ("before", "within", "after")]
+        model, trainer = fit(Case(blocks.Blocks), ZeROStrategy(stage=3, state_dict_type=form), ranks, max_epochs=1)
+        trainer.save_checkpoint(files[0])
+        trainer.callbacks.append(SavesInValidation(files[1]))
+        trainer.validate(model, verbose=False)
+        trainer.save_checkpoint(files[2])
+        (optimizer,) = trainer.optimizers
+        assert set(optimizer.param_groups[0]["params"]) == set(model.parameters())
+        seen.append([read(file)["optimizer_states"] for file in files])
+    return seen
+
+
 def unsaved(ranks: int, folder: Path) -> dict[str, Any]:
     """What every rank says of checkpoints in parts that one rank cannot write, and whether the one before is whole."""
     model, trainer = fit(Case(odd.SavesMore), ZeROStrategy(**IN_PARTS["in parts"]), ranks, max_epochs=1)
@@ -336,6 +364,7 @@ if __name__ == "__main__":
             "refused": refused(ranks),
             "refused by rows": refused_by_rows(ranks),
             "built late": built_late(ranks, results.parent),
+            "saved after fit": saved_after_fit(ranks, results.parent),
             "unsaved": unsaved(ranks, results.parent),
         }
     elif what == "doomed":

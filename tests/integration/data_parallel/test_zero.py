@@ -431,6 +431,15 @@ def test_what_cannot_be_divided_by_rows_is_refused(others: dict[str, Any]) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(250)
+def test_optimizer_states_of_fit_in_a_checkpoint_of_a_later_validation(others: dict[str, Any]) -> None:
+    for after_fit, *later in others["saved after fit"]:
+        assert after_fit[0]["state"]
+        for states in later:
+            alike(states, after_fit, tolerance=0.0)
+
+
+@pytest.mark.slow
 def test_no_rank_survives_a_killed_rank_0() -> None:
     # The harness fails where a process is left.
     assert "rank 1: rank 0 is gone, so this process ends as well" in run(doomed, timeout_seconds=90)
