@@ -64,7 +64,7 @@ from strategies.lightning.run import Preparation, Run, TrainingStep, stages_of_c
 from strategies.lightning.search_settings import DEFAULT_MICROBATCHES
 from strategies.lightning.strategy_plugin import StrategyPlugin
 from strategies.lightning.whole_batch import TrainingStepPerBatch
-from strategies.optim.restricted import check_optimizer_states
+from strategies.optim.restricted import check_optimizer_states, parameters_of
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.optim.clipping import clip_grad_norm
 from strategies.pipeline.partition.memory import DevicePlacement, check_memory
@@ -641,16 +641,28 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         return weights if self.is_global_zero else {}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state dict of an optimizer over all stages, as in one process, on the first replica only."""
-        divides = self.options.zero_stage in (1, 2)
-        if not (self.global_rank == 0 or divides or (self._run is not None and self.options.zero_stage == 3)):
+        """Return the state dict of an optimizer over all stages, as in one process, on the first replica only.
+
+        Raises:
+            RuntimeError: In an evaluation after ``fit``, if the states stayed on the workers of ``fit``.
+        """
+        divides, run = self.options.zero_stage in (1, 2), self._run
+        is_fitting = run is not None and run.is_fitting
+        if not (self.global_rank == 0 or divides or (is_fitting and self.options.zero_stage == 3)):
             return {}
         own = unwrapped(optimizer)
         if is_stand_in(own):
             return super().optimizer_state(optimizer)
-        if self._run is not None:
-            state = self._run.states.optimizer_state(own)
+        if run is not None and run.is_fitting:
+            state = run.states.optimizer_state(own)
             return state if self.is_global_zero else {}
+        if run is not None and not run.gathers and any(p.is_meta for p in parameters_of(own)):
+            raise RuntimeError(
+                f"the states of {type(own).__name__} were not brought back when fit ended, because gather_on_end is "
+                "False or the model was built without memory (in configure_model), so this run cannot save them. Save "
+                "the checkpoint within fit, or save_checkpoint(..., weights_only=True), or pass "
+                "RPCSequentialStrategy(gather_on_end=True) if the model fits into this process"
+            )
         if divides and torch.distributed.is_initialized():  # after fit
             return gather_state_dict(own.state_dict(), default_group())
         return super().optimizer_state(optimizer)

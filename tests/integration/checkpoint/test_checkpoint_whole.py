@@ -15,6 +15,7 @@ from pytorch_lightning import Callback
 from torch import Tensor, nn
 
 from strategies.checkpoint import save_and_load
+from trainer import Trainer
 
 KIND = {"full": {}, "sharded": {"state_dict_type": "sharded"}}
 
@@ -126,6 +127,33 @@ def test_the_whole_model_in_the_middle_of_training() -> None:
 
 NUM_DOUBLES = 3 * 2**20
 """A stage has 24 MiB of parameters and 48 of optimizer states."""
+
+
+class SavesInValidation(Callback):
+    def on_validation_end(self, trainer: Any, *args: Any) -> None:
+        trainer.save_checkpoint("within.ckpt")
+
+
+def saved_in_a_validation_after_fit() -> list[tuple[Any, Any]]:
+    seen = []
+    for kind in KIND.values():
+        settings: dict[str, Any] = {**pipeline(2, **kind), "accelerator": "cpu", "precision": "64-true"}
+        trainer = Trainer(max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, **settings)
+        model = Resumed()
+        trainer.fit(model)
+        trainer.save_checkpoint("after fit.ckpt")
+        trainer.callbacks.append(SavesInValidation())
+        trainer.validate(model, verbose=False)
+        seen.append((load(Path("after fit.ckpt")), load(Path("within.ckpt"))))
+    return seen
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_a_validation_after_fit_is_that_after_fit() -> None:
+    for after_fit, within in run(saved_in_a_validation_after_fit):
+        assert len(after_fit["optimizer_states"][0]["state"]) == 10
+        for part in ("state_dict", "optimizer_states"):
+            alike(within[part], after_fit[part], tolerance=0.0)
 
 
 class Heavy(nn.Module):

@@ -59,6 +59,8 @@ class Layers(LightningModule):
     def validation_step(self, rows: Tensor, batch_idx: int) -> None:
         self.log("val", self(rows).pow(2).mean())
 
+    test_step = validation_step
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         self.seen = {name: p.is_meta for name, p in self.named_parameters()}  # before a worker has started
         return torch.optim.AdamW(self.parameters(), lr=self.lr)
@@ -84,6 +86,8 @@ class Saving(Callback):
 
     def on_train_end(self, trainer: Any, *_: Any) -> None:
         trainer.save_checkpoint(self.path)
+
+    on_test_end = on_train_end
 
 
 class Pretrained(Llama):
@@ -385,6 +389,8 @@ def test_layers_that_stay_on_their_workers(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["last.ckpt"]
     with pytest.raises(MisconfigurationException, match=r"stayed on the workers of an earlier run.*ckpt_path"):
         trainer.validate(model, DataLoader(rows, batch_size=6), verbose=False)
+    with pytest.raises(RuntimeError, match="states of AdamW were not brought back when fit ended, because gather_on_e"):
+        trainer.test(model, DataLoader(rows, batch_size=6), ckpt_path=path, verbose=False)
     saved = Layers(at_once=True).double()
     saved.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
     assert_equal(saved, expected, tolerance=1e-9)
