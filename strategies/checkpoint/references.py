@@ -22,7 +22,7 @@ from strategies.common.torch_compat import (
     tree_map_only,
 )
 from strategies.common.transformers_compat import read_safetensors
-from strategies.common.trees import flat, with_tensors
+from strategies.common.trees import flat, special_layout, with_tensors
 from strategies.pipeline.construction.stored import FileReference, Stored, where_stored
 
 
@@ -148,11 +148,16 @@ def references_in_file(
 ) -> dict[int, FileReference]:
     """Return references to the weights and the optimizer states of a checkpoint, keyed by the tensors' storages.
 
+    A sparse tensor has no reference. Without memory, torch can load no other tensor of a special layout, so a
+    checkpoint that has one, such as a quantized tensor, has no references at all; the driver then reads everything.
+
     Args:
         path: A file that ``torch.save`` wrote.
         checkpoint: What ``torch.load`` returned for this file.
         weights_only: As for ``torch.load``.
     """
+    if {*map(special_layout, flat(checkpoint).values())} - {"", "sparse_coo"}:
+        return {}
     path = path.absolute()
     state = file_state(path)
     with fake_tensors():
@@ -160,6 +165,8 @@ def references_in_file(
     places = flat({key: offsets.get(key) for key in SHARDED_KEYS})
     found: dict[int, FileReference] = {}
     for name, tensor in flat({key: checkpoint.get(key) for key in SHARDED_KEYS}).items():
+        if special_layout(tensor):
+            continue
         start, storage = offset_in_file(places[name]), tensor.untyped_storage()
         if start is None:
             continue

@@ -30,6 +30,27 @@ def test_tensors_in_a_file(tmp_path: Path) -> None:
         reference.read()
 
 
+@pytest.mark.parametrize(
+    ("special", "number"),
+    [
+        (torch.eye(3).to_sparse(), 2),
+        (torch.eye(3).to_sparse_csr(), 0),
+        (torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), 0),
+        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), 0),
+    ],
+    ids=["sparse", "sparse by rows", "quantized", "nested"],
+)
+def test_tensors_beside_one_of_a_special_layout(special: torch.Tensor, number: int, tmp_path: Path) -> None:
+    state = {"first": torch.randn(4), "special": special, "last": torch.arange(3)}
+    torch.save({"state_dict": state, "optimizer_states": []}, path := tmp_path / "x.ckpt")
+    checkpoint = torch.load(path, mmap=True)
+    references = references_in_file(path, checkpoint, None)
+    assert len(references) == number
+    for name in ("first", "last")[:number]:
+        tensor = checkpoint["state_dict"][name]
+        assert torch.equal(references[storage_key(tensor)].refer(tensor).read(), state[name])
+
+
 def test_views_of_tensors_in_shards(tmp_path: Path) -> None:
     square, numbers = torch.randn(30, 30), torch.arange(6)
     save_sharded({"state_dict": {"square": square, "numbers": numbers}}, path := tmp_path / "x.ckpt")
