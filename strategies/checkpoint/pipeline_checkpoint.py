@@ -35,7 +35,7 @@ from strategies.checkpoint.streaming import LateTensors
 from strategies.checkpoint.validate import check_before_loading
 from strategies.common.errors import WorkerLost
 from strategies.common.joined_lists import JoinedLists
-from strategies.common.torch_compat import tree_leaves
+from strategies.common.torch_compat import changed_before_loading, tree_leaves
 from strategies.common.trees import on_cpu
 from strategies.optim.restricted import parameters_of, part_of
 from strategies.pipeline.control.client import RemoteStage, Reply
@@ -201,10 +201,12 @@ class StageStates:
         No stage loads anything before every stage has read its part.
 
         Args:
-            states: The state dicts of all optimizers, which ``on_load_checkpoint`` may have changed.
+            states: The state dicts of all optimizers, which ``on_load_checkpoint`` may have changed. Pre-hooks of the
+                optimizers get them without values.
             unread: The tensors of the checkpoint that have not been read.
         """
         optimizers, remotes = self._pipeline.optimizers, self._pipeline.remotes
+        states = [changed_before_loading(own, state) for own, state in zip(optimizers.optimizers, states, strict=True)]
         located = [unread.located(own["state"], f"optimizer_states.{k}.state") for k, own in enumerate(states)]
         here = [[n for n, p in enumerate(parameters_of(own)) if not p.is_meta] for own in optimizers.optimizers]
         theirs = [list(map(part_of, located, numbers)) for numbers in optimizers.numbers]

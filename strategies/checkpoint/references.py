@@ -225,11 +225,11 @@ class Unread:
         if names := [name for name, stored in found.items() if stored is None]:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise RuntimeError(
-                f"on_load_checkpoint has copied, converted or computed {', '.join(names[:3])}{more} of the sharded "
-                f"checkpoint {self.shards.parent} from tensors that have no values yet: each process reads its "
-                "part later, and until then the tensors are on the meta device. Rename or remove such tensors, take "
-                "views of them, or put tensors with values in their place; or load a checkpoint in one file, see "
-                "strategies.checkpoint.consolidate."
+                "on_load_checkpoint or a hook of an optimizer has copied, converted or computed "
+                f"{', '.join(names[:3])}{more} of the sharded checkpoint {self.shards.parent} from tensors that have "
+                "no values yet: each process reads its part later, and until then the tensors are on the meta device. "
+                "Rename or remove such tensors, take views of them, or put tensors with values in their place; or load "
+                "a checkpoint in one file, see strategies.checkpoint.consolidate."
             )
         return with_tensors(tree, found, prefix)
 

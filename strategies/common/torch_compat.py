@@ -233,6 +233,29 @@ def set_state_dict_hooks(module: nn.Module, hooks: Any, pre_hooks: Any) -> None:
     module._state_dict_hooks, module._load_state_dict_pre_hooks = hooks, pre_hooks
 
 
+# Optimizers
+
+
+def changed_before_loading(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the ``load_state_dict`` pre-hooks of an optimizer make of a state dict."""
+    result = dict(state)
+    for hook in [*optimizer._optimizer_load_state_dict_pre_hooks.values()]:
+        changed = hook(optimizer, result)
+        result = result if changed is None else changed
+    return result
+
+
+@contextmanager
+def without_load_pre_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Context in which an optimizer has no ``load_state_dict`` pre-hooks."""
+    before = optimizer._optimizer_load_state_dict_pre_hooks
+    optimizer._optimizer_load_state_dict_pre_hooks = OrderedDict()
+    try:
+        yield
+    finally:
+        optimizer._optimizer_load_state_dict_pre_hooks = before
+
+
 _METADATA = "_metadata"
 
 

@@ -44,6 +44,7 @@ _IN_TORCH_COMPAT = {
     "torch.nn.Module._parameters": "give parameters to the copies of DataParallel",
     "torch.nn.Module._state_dict_hooks": "copy a module without the pipeline's own hooks",
     "torch.nn.Module._load_state_dict_pre_hooks": "copy a module without the pipeline's own hooks",
+    "torch.optim.Optimizer._optimizer_load_state_dict_pre_hooks": "apply hooks to a state dict before it is divided",
     "torch.nn.Module._non_persistent_buffers_set": "check a state dict before it is loaded",
     "torch.nn.Module._compiled_call_impl": "take over calls of blocks; warn that compile() is lost",
     "torch.nn.Module._call_impl": "run a block whose calls are taken over",

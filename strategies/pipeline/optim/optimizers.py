@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from strategies.common.patching import replaced
-from strategies.common.torch_compat import tree_map_only
+from strategies.common.torch_compat import changed_before_loading, tree_map_only, without_load_pre_hooks
 from strategies.optim.calls import (
     MethodCall,
     follow_methods,
@@ -235,14 +235,34 @@ class PipelineOptimizers:
     ) -> dict[str, Any]:
         """Return the state dict that the optimizer would have in one process, gathered stage by stage.
 
+        It is whole when the user's post-hooks get it, and where an overridden ``state_dict`` calls torch's method.
+
         Args:
             optimizer: The optimizer.
             taken: Returns the optimizer states in the shelved part of a remote stage; by default with their values.
         """
-        k = self.number_of(optimizer)
-        state = type(optimizer).state_dict(optimizer)  # the object's ``state_dict`` calls this method
+        k, is_whole = self.number_of(optimizer), False
+
+        def gather(_: Optimizer, state: dict[str, Any]) -> None:
+            nonlocal is_whole
+            is_whole = True
+            state["state"] = self._gathered(optimizer, k, state["state"], taken)
+
+        hook = optimizer.register_state_dict_post_hook(gather, prepend=True)
+        try:
+            state = type(optimizer).state_dict(optimizer)  # the object's ``state_dict`` calls this method
+        finally:
+            hook.remove()
+        if not is_whole:  # an overridden method has not called torch's
+            gather(optimizer, state)
+        return state
+
+    def _gathered(
+        self, optimizer: Optimizer, k: int, states: dict[Any, Any], taken: Callable[[ShelvedPart], Any]
+    ) -> dict[Any, Any]:
+        """Return the states of parameters of all stages, given those on the driver."""
         if self.shared_steps is not None:
-            state["state"] = self.shared_steps.gathered(self.shared_steps.own_part(optimizer, state["state"]))
+            states = self.shared_steps.gathered(self.shared_steps.own_part(optimizer, states))
         for remote, numbers in zip(self.remotes, self.numbers, strict=True):
             part = ShelvedPart.of(remote, Part(PartKind.WHOLE_OPTIMIZER, k))
             if foreign := sorted(part.tree.keys() - set(numbers[k])):
@@ -250,34 +270,38 @@ class PipelineOptimizers:
                     f"{remote.description} returned states of optimizer {k} that do not belong to its parameters: "
                     f"unexpected {foreign}. They cannot be saved in a checkpoint."
                 )
-            state["state"].update(taken(part))
-        state["state"] = in_order(state["state"])
-        return state
+            states.update(taken(part))
+        return in_order(states)
 
     def load_state_dict(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load a whole state dict. Each stage gets only the states of its parameters.
+        """Load a whole state dict, as the user's pre-hooks change it. Each stage gets the states of its parameters.
+
+        The user's post-hooks are called when every stage has its states. An overridden ``load_state_dict`` runs on
+        every stage, for the states of its parameters.
 
         Raises:
             ValueError: If the state does not belong to the optimizer's parameters. Nothing is loaded in that case.
         """
         k = self.number_of(optimizer)
+        state = changed_before_loading(optimizer, state)
         check_optimizer_state(optimizer, state, f"optimizer {k}, a {type(optimizer).__name__}")
         here = [number for number, p in enumerate(parameters_of(optimizer)) if not p.is_meta]
-        self.load_here(optimizer, {**state, "state": part_of(state["state"], here)})
         for remote, numbers in zip(self.remotes, self.numbers, strict=True):
             own = part_of(state["state"], numbers[k])
             states = tree_map_only(Tensor, self._where_stored, own)
             remote.ask(StageCommands.place, Part(PartKind.OPTIMIZER, k), states).wait()
+        self.load_here(optimizer, {**state, "state": part_of(state["state"], here)})
 
     def _where_stored(self, tensor: Tensor) -> Any:
         """Return a reference to the file with a tensor's values, or the tensor on the CPU, for sending by RPC."""
         return self.references.stored(tensor) or tensor.detach().cpu()
 
     def load_here(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load the states of parameters on the driver."""
+        """Load the states of parameters on the driver, from a state dict that pre-hooks have changed."""
         if self.shared_steps is not None:
             state = {**state, "state": self.shared_steps.own_part(optimizer, state["state"])}
-        type(optimizer).load_state_dict(optimizer, state)
+        with without_load_pre_hooks(optimizer):
+            type(optimizer).load_state_dict(optimizer, state)
 
     def take_back(self, k: int, states: Mapping[int, Any]) -> None:
         """Copy a worker's states into the user's optimizer. The parameters must have values in this process again."""

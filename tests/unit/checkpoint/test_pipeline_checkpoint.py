@@ -28,7 +28,7 @@ from strategies.common.activity import Activity
 from strategies.common.errors import WorkerLost
 from strategies.pipeline.control import shelf
 from strategies.pipeline.control.commands import StageCommands
-from strategies.pipeline.control.parts import Piece
+from strategies.pipeline.control.parts import Part, PartKind, Piece
 from strategies.pipeline.optim.optimizers import PipelineOptimizers
 from strategies.pipeline.partition.sequential import cut
 from strategies.pipeline.state.held import HeldState
@@ -104,13 +104,13 @@ def trained() -> tuple[Model, AdamW]:
 class TwoStages:
     """The same training as :func:`trained`, with the first two layers on a worker."""
 
-    def __init__(self) -> None:
+    def __init__(self, cls: type[AdamW] = AdamW) -> None:
         whole, stepped = trained()
         there = deepcopy(whole.layers[:2])
         self.model = deepcopy(whole)
         self.model.layers[:2].to("meta")
-        self.optimizer = AdamW(self.model.parameters(), lr=torch.tensor(0.1))
-        of_stage = AdamW(there.parameters())
+        self.optimizer = cls(self.model.parameters(), lr=torch.tensor(0.1))
+        of_stage = cls(there.parameters())
         states = deepcopy(stepped.state_dict()["state"])
         for number, parameter in enumerate(self.model.parameters()):
             if not parameter.is_meta:
@@ -267,6 +267,59 @@ def test_written_and_read_by_the_stages(tmp_path: Path, needs_copy: bool) -> Non
     other.states.load_optimizer_states(bare["optimizer_states"], Unread(shards, bare))
     alike(other.gathered()["optimizer_states"], expected()["optimizer_states"], tolerance=0.0)
     assert not other.stage.held.states_read
+
+
+def renamed(state: dict[str, Any], old: str, new: str) -> dict[str, Any]:
+    states = {k: {new if name == old else name: v for name, v in own.items()} for k, own in state["state"].items()}
+    return {**state, "state": states}
+
+
+class Renames(AdamW):
+    """Has other names in its state dict."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return renamed(super().state_dict(), "exp_avg", "mean")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(renamed(state, "mean", "exp_avg"))
+
+
+class TellsStates(TwoStages):
+    """Notes the states of the worker after each ``load_state_dict``."""
+
+    def __init__(self, cls: type[AdamW]) -> None:
+        super().__init__(cls)
+        self.seen: list[dict[Any, Any]] = []
+        if cls is AdamW:
+            self.optimizer.register_state_dict_post_hook(lambda own, state: renamed(state, "exp_avg", "mean"))
+            self.optimizer.register_load_state_dict_pre_hook(lambda own, state: renamed(state, "mean", "exp_avg"))
+        self.optimizer.register_load_state_dict_post_hook(lambda own: self.seen.append(self.states_there()))
+
+    def states_there(self) -> dict[Any, Any]:
+        return dict(self.stage.held.capture(Part(PartKind.OPTIMIZER, 0)))
+
+    def clear(self) -> None:
+        for optimizer in (self.optimizer, self.stage.held.optimizers[0]):
+            optimizer.state.clear()
+
+
+@pytest.mark.parametrize("cls", [AdamW, Renames], ids=["hooks", "overridden methods"])
+def test_what_an_optimizer_changes_in_its_state_dict(cls: type[AdamW], tmp_path: Path) -> None:
+    """The changes apply to the states of all stages, and are undone for all of them."""
+    plain = expected()["optimizer_states"][0]
+    full, sharded = TellsStates(cls), TellsStates(cls)
+    checkpoint = full.gathered()
+    alike(checkpoint["optimizer_states"][0], renamed(plain, "exp_avg", "mean"), tolerance=0.0)
+    save_sharded(checkpoint, tmp_path / "a.ckpt")
+    bare, shards = load_sharded(tmp_path / "a.ckpt", ["state_dict"])
+    full.clear()
+    sharded.clear()
+    full.pipeline.optimizers.load_state_dict(full.optimizer, checkpoint["optimizer_states"][0])
+    sharded.states.load_optimizer_states(bare["optimizer_states"], Unread(shards, bare))
+    for two in (full, sharded):
+        here = {n: two.optimizer.state[p] for n, p in enumerate(two.model.parameters()) if not p.is_meta}
+        alike({**two.states_there(), **here}, plain["state"], tolerance=0.0)
+        assert [states.keys() for states in two.seen] == [two.states_there().keys()]
 
 
 def load_changed(change: Callable[[dict[int, Any]], Any], two: TwoStages, path: Path) -> Any:
