@@ -369,29 +369,50 @@ def _differences(before: KeptAttributes, now: Sequence[Any]) -> list[tuple[Attri
     return [each for each in zip(*before, now, strict=True) if each[1] is not each[2]]
 
 
-KeptBuffers: TypeAlias = dict[tuple[nn.Module, str], Tensor | None]
-"""For buffers of layers, by module and name, the values with which a forward pass has begun."""
-
 _SMALL_BYTES = 2**16
-"""Buffers of at most this size are copied before each forward pass that runs again."""
+"""Each value with which forward passes begin that run again is copied, of buffers of at most this size."""
+
+_BufferKey: TypeAlias = tuple[nn.Module, str, bool]
+"""A buffer: its module, its name, and the mode of its module."""
+
+
+class KeptBuffer(NamedTuple):
+    """A buffer of a layer as a forward pass begins, for the recomputation.
+
+    Attributes:
+        key: The buffer, and the mode of its module.
+        value: The buffer itself; ``None`` if the forward pass has changed it.
+        num_changes: How often ``value`` had been changed in place.
+        copy: The values with which the recomputation begins if the buffer has changed since; ``None`` if ``value`` is
+            large, or if the buffer was ``None``.
+    """
+
+    key: _BufferKey
+    value: Tensor | None
+    num_changes: int
+    copy: Tensor | None
 
 
 class ChangedBuffers:
     """Keeps the values of buffers that layers change in forward passes, because these passes run again.
 
-    A buffer is copied before each forward pass until a pass in the same mode has shown that it does not change. A small
-    one is always copied, because it may change in some passes only.
+    A buffer is copied before each forward pass until a pass in the same mode has shown that it does not change. Of a
+    small one, which may change in some passes only, each value is copied once, and kept until the passes that began
+    with it have run again.
     """
 
     def __init__(self) -> None:
         self._places: list[tuple[nn.Module, str]] = []
-        self._unchanged: set[tuple[nn.Module, str, bool]] = set()
-        """The buffers that no forward pass has changed so far, each with the mode of its module."""
-        self._changing: set[tuple[nn.Module, str, bool]] = set()
-        """The buffers that a forward pass has changed, and statistics of norms in training, each with that mode."""
+        self._unchanged: set[_BufferKey] = set()
+        """The buffers that no forward pass has changed so far."""
+        self._changing: set[_BufferKey] = set()
+        """The buffers that a forward pass has changed, and statistics of norms in training."""
+        self._copies: dict[int, KeptBuffer] = {}
+        """Copies that hold as long as their buffers do not change, by the ``id`` of the buffers."""
 
     def search(self, modules: Iterable[nn.Module]) -> None:
         """Find the buffers of these modules."""
+        self._copies.clear()  # Tensor.data counts no changes, and user code may have used it
         self._places = [
             (module, name)
             for module in modules
@@ -402,55 +423,84 @@ class ChangedBuffers:
         self._changing.update((norm, name, True) for norm, name in norms)
 
     @contextmanager
-    def kept(self) -> Iterator[KeptBuffers]:
-        """Context of a forward pass. When it ends, the values contain the buffers that the pass has changed."""
-        values: KeptBuffers = {}
-        copies: dict[int, Tensor] = {}
-        before = []
-        for module, name in self._places:
-            key, value = (module, name, module.training), module._buffers[name]
-            if value is not None and (key not in self._unchanged or value.nbytes <= _SMALL_BYTES):
-                # The forward pass gives a lazy buffer its first values, so its values can be copied only later.
-                copies.setdefault(id(value), value if is_lazy(value) else value.detach().clone())
-            before.append((key, value, None if value is None else num_changes(value)))
-        yield values
-        for key, value, version in before:
-            module, name, _ = key
-            copy = None if value is None else copies.get(id(value))
-            has_changed = module._buffers.get(name) is not value
-            if value is not None and not has_changed:
-                has_changed = num_changes(value) != version
-                if not has_changed and copy is not None and key not in self._unchanged and key not in self._changing:
-                    has_changed = not torch.equal(copy, value)  # Tensor.data counts no changes
-                has_changed |= key in self._changing
+    def kept(self) -> Iterator[list[KeptBuffer]]:
+        """Context of a forward pass. When it ends, the list has what :meth:`restored` needs."""
+        before = [self._before((module, name, module.training)) for module, name in self._places]
+        kept: list[KeptBuffer] = []
+        yield kept
+        for each in before:
+            key, value, _, copy = each
+            is_large = value is not None and value.nbytes > _SMALL_BYTES
+            has_changed = self._has_changed(each)
+            if has_changed or is_large:
+                self._copies.pop(id(value), None)
             if not has_changed:
                 self._unchanged.add(key)
-                continue
+                kept.append(each._replace(copy=None) if is_large else each)
+            elif value is None or copy is not None:
+                self._note_change(key)
+                kept.append(KeptBuffer(key, None, 0, copy))
+            else:
+                self._warn_of_late_change(key)
+
+    def _before(self, key: _BufferKey) -> KeptBuffer:
+        module, name, _ = key
+        value = module._buffers[name]
+        if value is None:
+            return KeptBuffer(key, None, 0, None)
+        number = num_changes(value)
+        if key in self._unchanged and value.nbytes > _SMALL_BYTES:
+            return KeptBuffer(key, value, number, None)
+        known = self._copies.get(id(value))
+        if known is None or known.num_changes != number:
+            # The forward pass gives a lazy buffer its first values, so its values can be copied only later.
+            copy = value if is_lazy(value) else value.detach().clone()
+            self._copies[id(value)] = known = KeptBuffer(key, value, number, copy)
+        return known if known.key is key else KeptBuffer(key, value, number, known.copy)
+
+    def _has_changed(self, since: KeptBuffer) -> bool:
+        module, name, _ = key = since.key
+        value, copy = since.value, since.copy
+        if key in self._changing or module._buffers.get(name) is not value:
+            return True
+        if value is None:
+            return False
+        if num_changes(value) != since.num_changes:
+            return True
+        # Tensor.data counts no changes.
+        return copy is not None and key not in self._unchanged and not torch.equal(copy, value)
+
+    def _note_change(self, key: _BufferKey) -> None:
+        if key not in self._changing:
             self._unchanged.discard(key)
             self._changing.add(key)
-            if value is None or copy is not None:
-                values[module, name] = copy
-            else:
-                warnings.warn(
-                    f"{type(module).__name__} has changed its buffer {name!r} in a forward pass, but not in earlier "
-                    "ones. The recomputation of this micro-batch begins with the new value and changes it again; that "
-                    "of later ones does not. checkpoint='never' recomputes nothing.",
-                    stacklevel=1,
-                )
 
+    def _warn_of_late_change(self, key: _BufferKey) -> None:
+        self._note_change(key)
+        warnings.warn(
+            f"{type(key[0]).__name__} has changed its buffer {key[1]!r} in a forward pass, but not in earlier ones. "
+            "Micro-batches of these passes that are recomputed now begin with the new value, and may change it again; "
+            "later ones do not. checkpoint='never' recomputes nothing.",
+            stacklevel=2,
+        )
 
-@contextmanager
-def with_buffers(values: KeptBuffers) -> Iterator[None]:
-    """Context in which layers have copies of these buffers, which they may change."""
-    now = {(module, name): module._buffers[name] for module, name in values}
-    copies = {id(value): value.clone() for value in values.values() if value is not None}
-    for (module, name), value in values.items():
-        module._buffers[name] = None if value is None else copies[id(value)]
-    try:
-        yield
-    finally:
-        for (module, name), own in now.items():
-            module._buffers[name] = own
+    @contextmanager
+    def restored(self, kept: Iterable[KeptBuffer]) -> Iterator[None]:
+        """Context of a recomputation, in which layers have copies of changed buffers, which they may change."""
+        changed = [each for each in kept if self._has_changed(each)]
+        for each in changed:
+            if each.copy is None and each.value is not None and each.key not in self._changing:
+                self._warn_of_late_change(each.key)  # a forward pass that does not run again has changed the buffer
+        owns = [(*each.key[:2], each.copy) for each in changed if each.copy is not None or each.value is None]
+        now = [(module, name, module._buffers[name]) for module, name, _ in owns]
+        copies = {id(copy): copy.clone() for _, _, copy in owns if copy is not None}
+        for module, name, copy in owns:
+            module._buffers[name] = None if copy is None else copies[id(copy)]
+        try:
+            yield
+        finally:
+            for module, name, own in now:
+                module._buffers[name] = own
 
 
 @dataclass(frozen=True)
@@ -459,7 +509,7 @@ class KeptState:
 
     flags: Flags
     attributes: KeptAttributes
-    buffers: KeptBuffers
+    buffers: Sequence[KeptBuffer]
 
 
 class ReusedInput:
@@ -583,7 +633,7 @@ class Layers:
     def restored(self, kept: KeptState) -> Iterator[KeptState]:
         """Context of the recomputation, in which the layers are as before the forward pass."""
         attributes = self._attributes.restored(kept.attributes)
-        with kept.flags.entered(self.layers), attributes, with_buffers(kept.buffers):
+        with kept.flags.entered(self.layers), attributes, self._buffers.restored(kept.buffers):
             yield kept
 
     def run(

@@ -17,7 +17,6 @@ from strategies.pipeline.stage.layers import (
     PassContext,
     PlainAttributes,
     ReusedInput,
-    with_buffers,
 )
 
 
@@ -218,26 +217,73 @@ class Counts(nn.Module):
 )
 def test_a_forward_pass_that_runs_again_gives_the_same_and_changes_no_buffer(way: str, every: int) -> None:
     """Two buffers that share a tensor share it again."""
-    layer, kept = Counts(way, every), ChangedBuffers()
-    kept.search(layer.modules())
+    layer, buffers = Counts(way, every), ChangedBuffers()
+    buffers.search(layer.modules())
     for _ in range(7):
-        with kept.kept() as values:
+        with buffers.kept() as kept:
             first = layer()
         after = None if layer.count is None else layer.count.clone()
         layer.passes -= 1
-        with with_buffers(values):
+        with buffers.restored(kept):
             assert torch.equal(layer(), first)
         assert (layer.count is None) if after is None else torch.equal(layer.count, after)
 
 
+@pytest.mark.parametrize("every", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("way", ["in place", "replaced", "set"])
+def test_a_forward_pass_begins_with_the_same_buffers_after_later_ones(way: str, every: int) -> None:
+    """The last one of three does not run again, but may change the buffers."""
+    layer, buffers = Counts(way, every), ChangedBuffers()
+    for _ in range(4):
+        buffers.search(layer.modules())
+        begun = []
+        for _ in range(2):
+            number = layer.passes
+            with buffers.kept() as kept:
+                first = layer()
+            begun.append((kept, number, first))
+        last, number = layer(), layer.passes
+        for kept, layer.passes, first in reversed(begun):
+            with buffers.restored(kept):
+                assert torch.equal(layer(), first)
+        layer.passes = number
+        assert layer.count is None or torch.equal(layer.count.sum(), last)
+
+
+def test_a_small_buffer_is_copied_once_for_all_forward_passes_that_begin_with_its_value() -> None:
+    layer, buffers = Counts("in place", every=3), ChangedBuffers()
+    buffers.search(layer.modules())
+    copies = []
+    for _ in range(5):
+        with buffers.kept() as kept:
+            layer()
+        copies.append(kept[0].copy)
+    assert len({*map(id, copies[:3])}) == 1  # it changes in the third pass
+    assert len({*map(id, copies)}) == 3
+
+
 def test_a_large_buffer_that_changes_late_is_told() -> None:
-    layer, kept = Counts("in place", every=3, size=2**16), ChangedBuffers()
-    kept.search(layer.modules())
+    layer, buffers = Counts("in place", every=3, size=2**16), ChangedBuffers()
+    buffers.search(layer.modules())
     for number in range(1, 10):
         told = pytest.warns(UserWarning, match="Counts has changed its buffer 'count'")
-        with told if number == 3 else nullcontext(), kept.kept() as values:
+        with told if number == 3 else nullcontext(), buffers.kept() as kept:
             layer()
-        assert set(values) == ({(layer, "count"), (layer, "same")} if number > 3 else set())
+        assert [each.copy is not None for each in kept] == {1: [False] * 2, 2: [False] * 2, 3: []}.get(
+            number, [True] * 2
+        )
+
+
+def test_a_large_buffer_that_a_forward_pass_changes_that_does_not_run_again_is_told_once() -> None:
+    layer, buffers = Counts("in place", every=2, size=2**16), ChangedBuffers()
+    buffers.search(layer.modules())
+    for number in range(1, 4):
+        with buffers.kept() as kept:
+            layer()
+        layer()
+        told = pytest.warns(UserWarning, match="Counts has changed its buffer 'count'")
+        with told if number == 1 else nullcontext(), buffers.restored(kept):
+            assert layer.count[0] == 2 ** (number - 1 if number > 1 else 1)
 
 
 class Rated(nn.Module):

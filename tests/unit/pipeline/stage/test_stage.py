@@ -573,6 +573,42 @@ def test_a_layer_that_reads_running_statistics(checkpoint: str, pipelined_backwa
     assert_same_gradients(layers, plain)
 
 
+class MovesItsCentre(nn.Module):
+    """Subtracts a centre, which moves after every second call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("calls", torch.tensor(0))
+        self.register_buffer("centre", torch.tensor(0.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = (x * self.weight - self.centre).square()
+        self.calls += 1
+        if self.calls % 2 == 0:
+            self.centre += 1
+        return y
+
+
+@in_every_way
+@pytest.mark.parametrize("microbatches", [2, 3])
+def test_a_buffer_that_changes_in_some_micro_batches_only(
+    checkpoint: str, pipelined_backward: bool, microbatches: int
+) -> None:
+    layers, x = nn.Sequential(MovesItsCentre(), nn.Linear(3, 4)), torch.randn(11, 3)
+    plain = copy.deepcopy(layers)
+    ways = {"checkpoint": checkpoint, "pipelined_backward": pipelined_backward}
+    for _ in range(2):
+        with pipelined(layers, microbatches=microbatches, **ways):  # each time with new stages, as after a repair
+            for _ in range(3):
+                output = layers(x)
+                total(output).backward()
+                expected = torch.cat([plain(part) for part in x.tensor_split(microbatches)])
+                total(expected).backward()
+                torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
+                assert_same_gradients(layers, plain)
+
+
 def test_deferred_statistics_of_images() -> None:
     layers = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
     whole, x = copy.deepcopy(layers), torch.randn(7, 1, 5, 5)
