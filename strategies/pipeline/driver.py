@@ -294,13 +294,13 @@ class Pipeline(NotCopyable):
             return step.call(value, list_number)
         rows = find_rows() if self.settings.microbatches > 1 else None
         if rows is None:
-            return running.fill_drain(value, microbatches=1, list_number=list_number)
+            return running.fill_drain.run_blocks(value, microbatches=1, list_number=list_number)
         table, plan = value
         marked = [
             NoChunk(leaf) if isinstance(leaf, Tensor) and not has_rows else leaf
             for leaf, has_rows in zip(table, rows, strict=True)
         ]
-        return running.fill_drain((marked, plan), list_number=list_number)
+        return running.fill_drain.run_blocks((marked, plan), list_number=list_number)
 
     @contextmanager
     def step(

@@ -34,7 +34,7 @@ from strategies.pipeline.schedule.program import ProgramPart, Programs
 from strategies.pipeline.schedule.tables import Action
 from strategies.pipeline.stage.edges import Edges, Mailbox, tensors_of
 from strategies.pipeline.stage.layers import PassContext
-from strategies.pipeline.stage.microbatch.split import NoChunk, merge, pack_objects, split, unpack_objects
+from strategies.pipeline.stage.microbatch.split import NoChunk, merge, pack_objects, split, unpack_objects, without_rows
 from strategies.pipeline.stage.passes import Pass
 from strategies.pipeline.stage.side_outputs import Placeholders, WithSideOutputs, with_graph
 from strategies.pipeline.stage.stage import DriverCode, Stage
@@ -359,16 +359,41 @@ class FillDrain:
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
+        self._evaluates_whole = False
+        """Whether evaluations run the whole batch at once, because one had an output without rows."""
 
-    def __call__(self, input: Any, microbatches: int | None = None, list_number: int = 0) -> Any:
-        """Take the input of the module's ``forward`` and return its output.
+    def __call__(self, input: Any) -> Any:
+        """Take the input of the ``forward`` of an ``nn.Sequential`` and return its output.
+
+        Raises:
+            ValueError: If an output of a training pass does not have rows. An evaluation then runs the whole batch as
+                one micro-batch.
+        """
+        evaluates = not torch.is_grad_enabled() and not self._executor.module.training
+        given = pack_objects(input, NoChunk)
+        inputs = split(given, 1 if evaluates and self._evaluates_whole else self._executor.settings.microbatches)
+        outputs = self.run(inputs)
+        found = without_rows(outputs, given, inputs) if len(inputs) > 1 else None
+        if found is not None and evaluates:
+            self._evaluates_whole = True
+            outputs = self.run(split(given, 1))
+        elif found is not None:
+            raise ValueError(
+                f"the pipelined module returned {found}, which does not have one row per sample, or this is not clear, "
+                "so it cannot be joined over micro-batches. Return tensors whose first dimension is the batch, and use "
+                "what all rows share in training_step without the module returning it; or use schedule='1f1b'."
+            )
+        return unpack_objects(merge(outputs))
+
+    def run_blocks(self, value: Any, microbatches: int | None = None, list_number: int = 0) -> Any:
+        """Take a value of deferred calls and return the output of the blocks, whose rows the caller knows.
 
         Args:
-            input: The input.
+            value: The value.
             microbatches: The number of micro-batches; by default the one in the settings.
-            list_number: The list of layers that the input goes through.
+            list_number: The list of blocks that the value goes through.
         """
-        parts = split(pack_objects(input, NoChunk), microbatches or self._executor.settings.microbatches)
+        parts = split(pack_objects(value, NoChunk), microbatches or self._executor.settings.microbatches)
         return unpack_objects(merge(self.run(parts, list_number)))
 
     def run(self, parts: Sequence[Any], list_number: int = 0, *, like: Pass | None = None) -> list[Any]:

@@ -56,6 +56,13 @@ class Cut(nn.Module):
         return x.detach()
 
 
+class WithPrototypes(nn.Linear):
+    """Returns a weight beside the rows."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x), self.weight
+
+
 class FailsInBackward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.requires_grad:
@@ -209,6 +216,23 @@ def failure_in_the_last_backward_pass() -> list[bool]:
     ):
         module(torch.randn(6, 4, dtype=torch.float64)).sum().backward()
     return [p.is_meta for p in module.parameters()]
+
+
+def test_an_output_without_rows_is_refused_in_training_and_whole_in_evaluation() -> None:
+    run(outputs_without_rows)
+
+
+def outputs_without_rows() -> None:
+    for last in (WithPrototypes(4, 6), nn.LSTM(4, 4)):  # the latter returns [length, rows, features], if x is one row
+        with three_stages([nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), last]) as (module, plain, _):
+            x = torch.randn(6, 2, 4).double()
+            with pytest.raises(ValueError, match=r"output\[1\].* of shape .* for a micro-batch of 2 rows.*'1f1b'"):
+                module(x)
+            for part in (module.eval(), plain.eval()):
+                part.requires_grad_(False)
+            with torch.no_grad():
+                for _ in range(2):
+                    torch.testing.assert_close(module(x), plain(x))
 
 
 def test_failure_in_the_last_backward_pass_is_told_and_loses_nothing() -> None:

@@ -156,6 +156,45 @@ def merge(parts: list[Any]) -> Any:
     return tree_unflatten([_merge_leaves(list(column)) for column in columns], spec)
 
 
+def without_rows(parts: Sequence[Any], value: Any, inputs: Sequence[Any]) -> str | None:
+    """Describe a tensor in the outputs of several micro-batches that does not have rows; ``None`` if there is none.
+
+    The first dimension of a tensor with rows is the same multiple of the number of rows in every micro-batch. If all
+    micro-batches have equally many rows, this also holds for some tensors without rows. Of these, such are found that
+    are one tensor for all micro-batches, such as a weight or a :class:`NoChunk`, and such whose second dimension is the
+    number of rows, as in ``[length, batch, features]``.
+
+    Args:
+        parts: The outputs of the micro-batches.
+        value: The input of the whole batch.
+        inputs: The inputs of the micro-batches, as split from ``value``.
+    """
+    leaves = tree_leaves(value)
+    shared = [plain(leaf) for leaf in leaves if isinstance(leaf, NoChunk)]
+    place = next(place for place, leaf in enumerate(leaves) if has_rows(leaf))
+    rows = [len(tree_leaves(part)[place]) for part in inputs]
+    names = _names(parts[0], tree_leaves(parts[0]), "output")
+    for name, *column in zip(names, *map(tree_leaves, parts), strict=False):  # merge refuses different nestings
+        tensors = all(isinstance(part, Tensor) and not part.is_nested for part in column)
+        if tensors and not _are_rows(column, rows, shared):
+            return f"{name} of shape {list(column[0].shape)} for a micro-batch of {rows[0]} rows"
+    return None
+
+
+def _are_rows(column: Sequence[Tensor], rows: Sequence[int], shared: Sequence[Tensor]) -> bool:
+    first = column[0]
+    if any(not part.dim() or len(part) % size for part, size in zip(column, rows, strict=True)):
+        return False
+    if len({(len(part) // size, part.shape[1:]) for part, size in zip(column, rows, strict=True)}) > 1:
+        return False
+    if len(set(rows)) == 1 and len(first) != rows[0] and first.shape[1:2] == (rows[0],):
+        return False
+    places = {_address(part) and (_address(part), part.storage_offset()) for part in column}
+    if len(places) == 1 and places != {None} and len(first) > 1 and first.stride(0):  # not expanded to many rows
+        return False
+    return not any(all(part.shape == one.shape and torch.equal(part, one) for part in column) for one in shared)
+
+
 def has_rows(leaf: Any) -> bool:
     """Whether :func:`split` divides a leaf; every part gets the whole of other leaves."""
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and not isinstance(leaf, NoChunk)
@@ -194,7 +233,7 @@ def _num_rows(value: Any, leaves: list[Any]) -> int:
         raise ValueError("the pipelined module got no tensor with a batch dimension, so there is nothing to split")
     rows = max(sizes, key=lambda size: (size != 1, sizes[size]))
     if len(sizes) > 1:
-        names = _names(value, leaves)
+        names = _names(value, leaves, "input")
         odd = [
             f"{name} of shape {list(leaf.shape)} has {leaf.shape[0]}"
             for name, leaf in zip(names, leaves, strict=True)
@@ -209,12 +248,12 @@ def _num_rows(value: Any, leaves: list[Any]) -> int:
     return rows
 
 
-def _names(value: Any, leaves: list[Any]) -> list[str]:
-    """Return the name of each leaf of the module's input as a Python expression."""
+def _names(value: Any, leaves: list[Any], whole: str) -> list[str]:
+    """Return the name of each leaf of a value named ``whole`` as a Python expression."""
     try:
-        return [f"input{keystr(path)}" for path, _ in tree_flatten_with_path(value)[0]]
+        return [f"{whole}{keystr(path)}" for path, _ in tree_flatten_with_path(value)[0]]
     except ValueError:  # a registered container that does not name its children
-        return [f"tensor or object {number} in the input" for number in range(len(leaves))]
+        return [f"tensor or object {number} in the {whole}" for number in range(len(leaves))]
 
 
 # Objects in values

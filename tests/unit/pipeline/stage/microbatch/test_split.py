@@ -1,15 +1,17 @@
 """Splitting a batch into micro-batches and merging what comes out: sizes, nesting, and what cannot be split."""
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
 from strategies.pipeline import NoChunk
-from strategies.pipeline.stage.microbatch.split import merge, split
+from strategies.pipeline.stage.microbatch.split import merge, split, without_rows
 
 
 @given(rows=st.integers(0, 40), microbatches=st.integers(1, 12))
@@ -105,6 +107,36 @@ def test_what_is_marked_is_not_split() -> None:
 def test_outputs_without_a_batch_dimension() -> None:
     with pytest.raises(ValueError, match=r"without a batch dimension, .* reduce it in training_step"):
         merge([torch.tensor(1.0), torch.tensor(2.0)])
+
+
+WEIGHT = nn.Parameter(torch.randn(6, 4))
+
+
+@pytest.mark.parametrize(
+    ("output", "shape"),
+    [
+        (lambda x: WEIGHT, [6, 4]),
+        (lambda x: torch.zeros(3, 4), None),  # as of a new head, or a mask of ones
+        (lambda x: WEIGHT[:1].expand(3, -1), None),
+        (lambda x: x.repeat_interleave(5, dim=0), None),  # such as one row per token
+        (lambda x: x.sum(0), [4]),
+        (lambda x: x.sum(), []),
+        (lambda x: x[None].expand(5, -1, -1), [5, 3, 4]),
+        (lambda x: x[None].expand(6, -1, -1), [6, 3, 4]),
+        (lambda x: torch.arange(6.0), [6]),
+    ],
+)
+def test_outputs_without_rows_are_found(output: Callable[[Tensor], Tensor], shape: list[int] | None) -> None:
+    value = torch.randn(9, 4), NoChunk(torch.arange(6.0))
+    inputs = split(value, 3)
+    found = without_rows([{"x": x, "other": output(x)} for x, _ in inputs], value, inputs)
+    assert found == (None if shape is None else f"output['other'] of shape {shape} for a micro-batch of 3 rows")
+
+
+def test_micro_batches_of_different_sizes_tell_the_rows() -> None:
+    inputs = split(torch.randn(5, 3), 2)
+    assert without_rows([part.repeat(2, 1) for part in inputs], torch.zeros(5, 3), inputs) is None
+    assert without_rows([torch.randn(6, 3)] * 2, torch.zeros(5, 3), inputs) is not None
 
 
 @pytest.mark.parametrize(
