@@ -805,12 +805,18 @@ class Pipeline(NotCopyable):
         return [module for module in modules if module not in inside and not isinstance(module, Metric)]
 
     def _put_stand_ins(self, i: int, remote: RemoteStage) -> Holder:
-        """Replace the tensors of a stage, which are now on its worker, with stand-ins."""
+        """Replace the tensors of a stage, which are now on its worker, with stand-ins.
+
+        Buffers that this process uses too, such as those of one rotary embedding in all blocks, keep their values.
+        """
         holder, last = Holder(remote), len(self.stages) - 1
+        elsewhere = [name for layers in self.stages[:-1] for name in layers._modules]
         for number, (model, module, stages, optimizers) in enumerate(self._all()):
             named = dict(module.named_parameters(remove_duplicate=False))
             own = [named[tie.names[min(tie.names)][0]] for tie in self._ties if tie.owner == last]
-            move_to_meta(stages[i], model, optimizers, keep=own, stage=remote, module=number, device=self.device)
+            with without_layers(module, elsewhere):
+                keep = [*own, *model.buffers()]
+            move_to_meta(stages[i], model, optimizers, keep=keep, stage=remote, module=number, device=self.device)
             holder.take(number, stages[i])
         return holder
 

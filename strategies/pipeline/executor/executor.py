@@ -121,7 +121,8 @@ class Executor(NotCopyable):
         ]
         """The driver's connections to each list of layers."""
         self.mirrors = [
-            Mirror(layers, remote.description) for layers, remote in zip(parts.stages, parts.remotes, strict=False)
+            Mirror(layers, remote.description, [buffer for buffer in layers.buffers() if not buffer.is_meta])
+            for layers, remote in zip(parts.stages, parts.remotes, strict=False)
         ]
         """For each worker, the modes, flags and attributes of its layers that were last sent to it."""
         self.side_outputs = Placeholders(parts.stages)
@@ -203,11 +204,21 @@ class Executor(NotCopyable):
             part: ``"forward"``, ``"backward"``, or ``"training"`` for both, interleaved.
             this: The pass.
             code: The code that this process runs between its actions.
+
+        Raises:
+            RuntimeError: If a buffer that this process shares with a worker changes. Each of them would change its own.
         """
         program = self.programs[part, this.microbatches, this.list_number]
         for remote, row in zip(self.remotes, program.of_workers, strict=True):
             remote.send(StageCommands.run, this, row)
         self.stage.run(program.rows[-1], this, code)
+        for mirror in self.mirrors:
+            for name, _ in mirror.shared_changes():
+                raise RuntimeError(
+                    f"buffer {name} of {mirror.description} is shared with layers of this process, and has changed "
+                    "during a pass, which the other process does not see. Give each layer a separate buffer, choose a "
+                    "balance that puts all its users on one stage, or change it between two batches."
+                )
 
     @contextmanager
     def in_backward(self, this: Pass, m: int) -> Iterator[None]:

@@ -4,13 +4,13 @@ Relay sends the mode, ``requires_grad``, plain attributes (numbers, flags and st
 layer) and tensors that are assigned to buffers. At the end, it copies attributes of the worker's layers back.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from strategies.common.torch_compat import backward_hooks, forward_hooks, without_torch_function
+from strategies.common.torch_compat import backward_hooks, forward_hooks, num_changes, without_torch_function
 from strategies.common.transformers_compat import is_capturing_hook
 from strategies.pipeline.control.client import RemoteStage
 from strategies.pipeline.control.commands import StageCommands
@@ -28,17 +28,26 @@ class Mirror:
     Args:
         layers: The driver's copies, which equal the worker's layers at this point.
         description: A description of the stage.
+        shared: The buffers that this process uses too, so they have values instead of stand-ins.
     """
 
-    def __init__(self, layers: nn.Sequential, description: str) -> None:
+    def __init__(self, layers: nn.Sequential, description: str, shared: Collection[Tensor] = ()) -> None:
         self._layers, self.description = layers, description
-        self._structure, self._parameters = _structure_of(layers), list(layers.parameters())
+        kept = {id(buffer) for buffer in shared}
+        self._shared = {
+            f"{prefix}.{name}" if prefix else name: (module._buffers, name, buffer, num_changes(buffer))
+            for prefix, module in layers.named_modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and id(buffer) in kept
+        }
+        """The shared buffers by path, each with its number of in-place changes when its value was sent last."""
+        self._structure, self._parameters = self._structure_now(), list(layers.parameters())
         self._sent, self._objects = plain_attributes(layers), ObjectsAtStart(layers)
         self._buffers = [
             (f"{prefix}.{name}" if prefix else name, module._buffers, name, buffer)
             for prefix, module in layers.named_modules()
             for name, buffer in module._buffers.items()
-            if buffer is not None
+            if buffer is not None and id(buffer) not in kept
         ]
         self._assigned: dict[str, Tensor] = {}
         """The values of buffers that were sent last."""
@@ -83,7 +92,7 @@ class Mirror:
         )
 
     def _check_structure(self) -> None:
-        if _structure_of(self._layers) != self._structure:
+        if self._structure_now() != self._structure:
             raise RuntimeError(
                 f"{self.description}, which runs in another process, has another layer, parameter, buffer or hook "
                 "than when the pipeline started; such a change cannot be sent there during a run. Change the model "
@@ -106,6 +115,9 @@ class Mirror:
         for path, buffers, name, stand_in in self._buffers:
             if path in self._assigned:
                 buffers[name] = stand_in
+        for path, value in self.shared_changes():
+            buffers, name, *_ = self._shared[path]
+            self._shared[path] = buffers, name, value, num_changes(value)
         if self._assigned:
             remote.send(StageCommands.place, Part(PartKind.TENSORS), self._assigned)
 
@@ -117,6 +129,22 @@ class Mirror:
                 continue
             if (value.shape, value.dtype) == (stand_in.shape, stand_in.dtype):
                 yield path, value.detach()
+        yield from self.shared_changes()
+
+    def shared_changes(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the shared buffers whose value has changed here since it was sent, with their names.
+
+        A tensor of another shape, such as a longer table of positions, is not a change: each process makes its own.
+        """
+        for path, (buffers, name, sent, count) in self._shared.items():
+            value = buffers.get(name)
+            if value is None or (value is sent and num_changes(value) == count):
+                continue
+            if (value.shape, value.dtype) == (sent.shape, sent.dtype):
+                yield path, value
+
+    def _structure_now(self) -> list[Any]:
+        return _structure_of(self._layers, {(id(buffers), name) for buffers, name, *_ in self._shared.values()})
 
     def take_back(
         self, attributes: Sequence[Mapping[str, Any]], objects: tuple[bytes, Mapping[tuple[int, str], Tensor]]
@@ -184,11 +212,20 @@ def set_extra_states(layers: nn.Module, states: Mapping[int, Any]) -> None:
             modules[k].set_extra_state(state)
 
 
-def _structure_of(layers: nn.Module) -> list[Any]:
-    """Return a value that stays equal as long as modules, tensors and hooks are the same objects."""
+def _structure_of(layers: nn.Module, shared: Container[tuple[int, str]]) -> list[Any]:
+    """Return a value that stays equal as long as modules, tensors and hooks are the same objects.
+
+    Args:
+        layers: The modules.
+        shared: The buffers that may be replaced, by the identity of their module's dict of buffers, and name.
+    """
     structure: list[Any] = []
     for name, module in layers.named_modules(remove_duplicate=False):
-        tensors = [*module._parameters.values(), *module._buffers.values()]
+        buffers = module._buffers
+        tensors = [
+            *module._parameters.values(),
+            *(buffer for own, buffer in buffers.items() if (id(buffers), own) not in shared),
+        ]
         hooks = [
             [handle for handle, hook in kind.items() if not is_capturing_hook(hook)]
             for kind in (*forward_hooks(module), *backward_hooks(module))

@@ -88,13 +88,13 @@ def move_to_meta(
     module: int = 0,
     device: torch.device | None = None,
 ) -> None:
-    """Replace the tensors of ``layers`` with stand-ins, except the parameters in ``keep``.
+    """Replace the tensors of ``layers`` with stand-ins, except those in ``keep``.
 
     Args:
         layers: The layers.
         whole: The module that contains the layers. Another part of it may share a parameter with them.
         optimizers: Optimizers that may hold the parameters.
-        keep: Parameters whose values stay in this process, compared by identity.
+        keep: Parameters and buffers whose values stay in this process, compared by identity.
         stage: Stage from which stand-ins fetch values. Without it, reading values raises an error.
         module: Number of the module on ``stage``: 0 for its layers, ``k`` for the layers of the ``k``-th model copy.
         device: Device to which fetched values are moved.
@@ -103,12 +103,18 @@ def move_to_meta(
     def source(name: str) -> Source | None:
         return None if stage is None else Source(stage, name, device or torch.device("cpu"), module)
 
-    kept = {id(parameter) for parameter in keep}
+    kept = {id(tensor) for tensor in keep}
     for name, parameter in list(layers.named_parameters()):
         if id(parameter) not in kept and not isinstance(parameter, RemoteParameter):
             replace_parameter(whole, optimizers, parameter, remote_parameter(name, parameter, source(name)))
     named = dict(layers.named_buffers(remove_duplicate=False))
-    replace_buffers(layers, {name: remote_buffer(name, buffer, source(name)) for name, buffer in named.items()})
+    replace_buffers(
+        layers,
+        {
+            name: buffer if id(buffer) in kept else remote_buffer(name, buffer, source(name))
+            for name, buffer in named.items()
+        },
+    )
 
 
 def move_from_meta(

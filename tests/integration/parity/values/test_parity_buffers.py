@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from harness import run
-from parity import WIDTH, Outcome, Small, alike, batches, compare, fit, on_cpus, one_device, small_layers
+from parity import WIDTH, Outcome, Small, alike, batches, check, compare, fit, on_cpus, one_device, small_layers
 from pytorch_lightning import Callback
 from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 
 from strategies.pipeline.recovery.repairs import Recovery
 from strategies.rpc_sequential import RPCSequentialStrategy
@@ -72,6 +73,78 @@ def unsigned_buffers() -> None:
         for name, buffer in buffers.items():
             assert buffer.dtype is expected[name].dtype and torch.equal(buffer, expected[name]), name
         compare(pipelined, single)
+
+
+class Rotary(nn.Module):
+    """Turns pairs of features. Counts its calls in a buffer if ``counts``."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        self.counts = counts
+        self.register_buffer("frequencies", torch.linspace(0.1, 1, WIDTH // 2), persistent=False)
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.counts:
+            self.scale += 1
+        first, second = x.chunk(2, -1)
+        sine, cosine = self.frequencies.sin(), self.frequencies.cos()
+        return self.scale * torch.cat([first * cosine - second * sine, first * sine + second * cosine], -1)
+
+
+class Turns(nn.Linear):
+    def __init__(self, rotary: Rotary) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.rotary = rotary
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.rotary(x)).tanh()
+
+
+class TurnsEverywhere(Small):
+    """Layers of all stages use one module with buffers."""
+
+    def __init__(self, counts: bool = False) -> None:
+        super().__init__()
+        rotary = Rotary(counts)
+        layers = [Turns(rotary), nn.Tanh(), Turns(rotary), nn.LayerNorm(WIDTH), Turns(rotary)]
+        self.sequential_module = nn.Sequential(*layers, nn.Linear(WIDTH, 2))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return mse_loss(self(batch[0]), batch[1])
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.losses.append(outputs["loss"].item())
+
+
+class Rescales(Callback):
+    """Changes a shared buffer in three ways, and moves layers to another stage."""
+
+    def on_train_batch_end(self, trainer: Any, model: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        rotary = model.sequential_module[4].rotary
+        if batch_idx == 0:
+            rotary.scale.mul_(0.5)
+        elif batch_idx == 1:
+            rotary.scale = rotary.scale * 3
+        elif batch_idx == 2:
+            model.load_state_dict({name: value * 0.9 for name, value in model.state_dict().items()})
+        elif isinstance(trainer.strategy, RPCSequentialStrategy):
+            trainer.strategy.rebalance([1, *trainer.strategy.balance[1:-1], 5 - sum(trainer.strategy.balance[1:-1])])
+
+
+def shared_buffers(schedule: str) -> None:
+    outcomes = check(TurnsEverywhere, strategy={"schedule": schedule}, callbacks=[Rescales()], val=batches)
+    for outcome in outcomes:
+        turns = [layer for layer in outcome.model.sequential_module if isinstance(layer, Turns)]
+        assert all(layer.rotary is turns[0].rotary for layer in turns)
+        assert len({id(buffer) for layer in turns for buffer in layer.buffers()}) == 2
+    with pytest.raises(RuntimeError, match=r"buffer 0\.rotary\.scale .* shared with layers of this process.* separate"):
+        fit(partial(TurnsEverywhere, counts=True), RPCSequentialStrategy([3, 3], schedule=schedule), 2)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_buffers_of_a_module_that_all_stages_use(schedule: str) -> None:
+    run(shared_buffers, schedule)
 
 
 class Graph(Small):

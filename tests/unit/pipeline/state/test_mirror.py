@@ -99,6 +99,21 @@ def test_another_tensor_assigned_to_a_buffer_is_a_change() -> None:
         assert mirror.has_changed() == is_change
 
 
+def test_a_buffer_that_this_process_uses_too_is_sent_when_it_changes() -> None:
+    layers = nn.Sequential(nn.BatchNorm1d(2))
+    mirror = Mirror(layers, "stage 0", list(layers.buffers()))
+    layers[0].running_mean.add_(1)
+    assert mirror.has_changed()
+    layers[0].running_var = torch.full((2,), 3.0)
+    assert [name for name, _ in mirror.shared_changes()] == ["0.running_mean", "0.running_var"]
+    mirror.send_changes(Receives())
+    assert not mirror.has_changed() and not [*mirror.shared_changes()]
+    assert layers[0].running_var.tolist() == [3, 3]
+    layers[0].running_var = torch.ones(4)  # such as a longer table
+    mirror.send_changes(Receives())
+    assert not [*mirror.shared_changes()]
+
+
 def add_hook(layers: nn.Sequential) -> None:
     layers[0].register_forward_hook(lambda *_: None)
 
