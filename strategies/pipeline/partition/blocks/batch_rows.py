@@ -79,16 +79,12 @@ def square_in(arguments: Any, rows: int) -> Tensor | None:
     return masks[-1] if masks and len(having) > 1 else None
 
 
-def all_follow(shapes: Sequence[torch.Size], probe_shapes: Sequence[torch.Size], rows: int, probe_rows: int) -> bool:
-    """Return whether the first dimension of each tensor is a multiple of the number of rows, in two calls."""
-    return len(shapes) == len(probe_shapes) and all(
-        len(one) > 0
-        and one[1:] == other[1:]
-        and one[0] != other[0]
-        and one[0] % rows == 0
-        and one[0] * probe_rows == other[0] * rows
-        for one, other in zip(shapes, probe_shapes, strict=True)
-    )
+def follows(shape: torch.Size, probe_shape: torch.Size, rows: int, probe_rows: int) -> bool:
+    """Return whether the first dimension of an output is the number of rows, in two calls.
+
+    A multiple of it does not suffice, because ``[heads * rows, ...]`` may be in the order of the heads.
+    """
+    return shape[1:] == probe_shape[1:] and (shape[:1], probe_shape[:1]) == ((rows,), (probe_rows,))
 
 
 def decide(table: Sequence[Any], probe: Sequence[Any], rows: int, probe_rows: int) -> list[bool | None]:

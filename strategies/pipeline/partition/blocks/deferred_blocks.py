@@ -37,9 +37,9 @@ from strategies.common.transformers_compat import collector_hidden
 from strategies.common.trees import tensors_in
 from strategies.pipeline.partition.blocks.batch_rows import (
     Rows,
-    all_follow,
     are_rows,
     decide,
+    follows,
     kinds_of,
     num_rows,
     square_in,
@@ -372,12 +372,10 @@ class DeferredBlocks:
         shapes, probe_shapes = ([t.shape for t in tensors_in(one.output)] for one in (last, last_of_probe))
         if len(shapes) != len(probe_shapes):
             return None, f"the output of block {dotted(self.path, name)} depends on the number of rows"
-        follow = [all_follow([one], [two], rows, probe_rows) for one, two in zip(shapes, probe_shapes, strict=True)]
+        follow = [follows(one, two, rows, probe_rows) for one, two in zip(shapes, probe_shapes, strict=True)]
         if not last.is_guess and not any(follow[:1]):
             return None, f"the output of block {dotted(self.path, name)} does not have one row per sample"
-        is_joined = {
-            slot: all_follow([shape], [probe.shapes[slot]], rows, probe_rows) for slot, shape in calls.shapes.items()
-        }
+        is_joined = {slot: follows(shape, probe.shapes[slot], rows, probe_rows) for slot, shape in calls.shapes.items()}
         return Rows([bool(has_rows) for has_rows in found], is_joined, None if last.is_guess else follow), ""
 
     def _probe(self, outer: _OuterCall, arguments: Any) -> "DeferredCalls | str":

@@ -662,6 +662,18 @@ class Loads(nn.Module):
         return hidden.tanh(), hidden.sum(0)
 
 
+class AttendsByHeads(nn.Module):
+    """Returns the attention of two heads beside the hidden state, in the order of the heads."""
+
+    def forward(self, hidden: Tensor, rows: int | None = None) -> Any:
+        return hidden.tanh(), torch.cat([hidden, hidden.exp()])
+
+
+class EndsByHeads(AttendsByHeads):
+    def forward(self, hidden: Tensor, rows: int | None = None) -> Tensor:
+        return torch.cat(super().forward(hidden))
+
+
 def sums_loads(model: Loop, hidden: Tensor) -> Tensor:
     loads = []
     for block in model.blocks:
@@ -679,15 +691,23 @@ def gives_rows(model: Loop, hidden: Tensor) -> Tensor:
 ROWS = torch.arange(24.0).reshape(6, 4) / 24
 
 
+def ends_by_heads(model: Loop, hidden: Tensor) -> Tensor:
+    return model.blocks[1](model.blocks[0](hidden)[0])
+
+
 @pytest.mark.parametrize(
-    ("run", "message"),
+    ("first", "last", "run", "message"),
     [
-        (sums_loads, "in stack, but it does not have one row per sample"),
-        (gives_rows, "argument '1' of block blocks.0 depends on the number of rows"),
+        (Loads, Loads, sums_loads, "in stack, but it does not have one row per sample"),
+        (AttendsByHeads, AttendsByHeads, sums_loads, "in stack, but it does not have one row per sample"),
+        (AttendsByHeads, EndsByHeads, ends_by_heads, "output of block blocks.1 does not have one row per sample"),
+        (Loads, Loads, gives_rows, "argument '1' of block blocks.0 depends on the number of rows"),
     ],
 )
-def test_what_has_no_rows_is_not_joined(run: Callable[..., Any], message: str) -> None:
-    model = Loop([Loads(), Loads()], run)
+def test_what_has_no_rows_is_not_joined(
+    first: type[nn.Module], last: type[nn.Module], run: Callable[..., Any], message: str
+) -> None:
+    model = Loop([first(), last()], run)
     expected = model(ROWS)
     with split_in_two(model) as found:
         with pytest.raises(RuntimeError, match=f"{message}.*schedule='1f1b'"):
