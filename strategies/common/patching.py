@@ -16,7 +16,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from strategies.common.torch_compat import num_changes
+from strategies.common.torch_compat import is_lazy, num_changes
 
 Restore = Callable[[], Any]
 """Restores what an object held when the function was made."""
@@ -54,28 +54,35 @@ def replaced(holder: Any, name: str, method: Callable[..., Any]) -> Callable[[],
 
 
 @contextmanager
-def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
+def unchanged(modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter] = ()) -> Iterator[None]:
     """Context at whose end modules are as they were before, and so is what their code can reach from their attributes.
 
     Restores the attributes of the modules and of objects of user code, the entries of lists, dicts, sets and deques,
     the variables that functions of user code share with the code around them, the values of tensors and NumPy arrays,
-    and the states of random number generators. Within the context, copies replace the buffers. Parameters are not
-    restored.
+    and the states of random number generators. Within the context, copies replace the buffers and the values of the
+    given parameters. The values of other parameters are not restored.
     """
     listed = list(modules)
     buffers = [module._buffers for module in listed]
     packages = {_package_of(type(module).__module__) for module in listed}
     restores = _saved_all([vars(module) for module in listed], buffers, packages)
+    restores += [partial(setattr, m, "training", m.training) for m in listed if isinstance(m, torch.jit.ScriptModule)]
     copies: dict[int, Tensor] = {}
+    values = {parameter: parameter.data for parameter in parameters if not is_lazy(parameter)}
     try:
+        for parameter, before in values.items():
+            parameter.data = before.clone()  # also for code that changes ``parameter.data``, which counts no change
         for of_module in buffers:
             for name, buffer in of_module.items():
                 if buffer is not None and not buffer.is_meta:
+                    restores.append(partial(of_module.__setitem__, name, buffer))  # a ScriptModule makes its dict anew
                     of_module[name] = copies.setdefault(id(buffer), buffer.detach().clone())
         yield
     finally:
         for restore in restores:
             restore()
+        for parameter, before in values.items():
+            parameter.data = before
 
 
 def _saved_all(roots: Iterable[Any], leaves: Iterable[Any], packages: Collection[str]) -> list[Restore]:

@@ -408,23 +408,28 @@ class _StandIn(torch.autograd.Function):
 def _unchanged(model: nn.Module, module: nn.Module, one_row: bool) -> Iterator[None]:
     """Context in which ``model`` is in training mode, and after which all changes by a run are undone.
 
-    Outside ``module``, copies with the same values replace the parameters, so that the gradients, hooks and values of
-    the parameters do not change. Gradients are removed temporarily, because a module may also refer to a parameter in
-    another way. The entries of lists, dicts and sets in attributes, such as hooks, are restored.
+    Outside ``module``, copies replace the parameters, so that the gradients, hooks and values of the parameters do not
+    change. Gradients are removed temporarily, because a module may also refer to a parameter in another way. The
+    entries of lists, dicts and sets in attributes, such as hooks, are restored.
     """
     gradients = {parameter: parameter.grad for parameter in model.parameters()}
     parameters: dict[Tensor, nn.Parameter] = {}
     inside = set(module.modules())
+    outside = [child for child in model.modules() if child not in inside]
     try:
-        with unchanged(model.modules()):
+        with (
+            unchanged(model.modules(), (own for child in outside for own in child.parameters(recurse=False))),
+            ExitStack() as replacing,
+        ):
             model.train()
             if one_row:
                 stop_batch_norm(model.modules())
             for parameter in gradients:
                 parameter.grad = None
-            for child in model.modules():
-                for name, own in child._parameters.items() if child not in inside else ():
+            for child in outside:
+                for name, own in child._parameters.items():
                     if own is not None:
+                        replacing.callback(child._parameters.__setitem__, name, own)  # for a ScriptModule
                         twin = copy.copy(own) if is_part(own) else nn.Parameter(own.detach(), own.requires_grad)
                         child._parameters[name] = parameters.setdefault(own, twin)
             yield

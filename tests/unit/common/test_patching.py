@@ -197,6 +197,35 @@ def test_a_tensor_of_inference_mode_is_restored() -> None:
         assert module.total.tolist() == [0, 0]
 
 
+def test_given_parameters_are_restored_however_they_are_changed() -> None:
+    module = nn.Linear(2, 2)
+    module.pairs = [*module.parameters()]
+    weight, before, version = module.weight, module.weight.detach().clone(), module.weight._version
+    with unchanged([module], [module.weight]), torch.no_grad():
+        module.weight.data.add_(1)  # counts no change
+        module.pairs[0].data = module.pairs[0].data + 1
+        assert torch.equal(module.weight, before + 2)
+    assert module.weight is weight and torch.equal(weight, before) and weight._version == version
+
+
+class Scripted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self) -> None:
+        self.seen += 1
+
+
+def test_buffers_and_modes_of_a_script_module_are_restored() -> None:
+    module = torch.jit.script(Scripted())
+    buffer = module.seen
+    with unchanged([module]):
+        module.eval()()
+        assert module.seen == 1
+    assert module.training and module.seen is buffer and buffer == 0
+
+
 def test_what_relay_and_other_modules_hold_stays_changed() -> None:
     module, other, kept = nn.Module(), nn.Module(), list[int]()
     module.undo, module.others = partial(replaced, kept), [other]

@@ -156,6 +156,37 @@ def test_a_model_is_unchanged_after_an_error(measure: BySize | ByTime) -> None:
     check_unchanged(model, before)
 
 
+class Momentum(nn.Module):
+    """Updates an average of a layer in place, in code around layers that count their calls."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.words, self.layers = nn.Embedding(4, WIDTH, max_norm=0.1), layers
+        self.student, self.teacher = nn.Linear(WIDTH, 2), torch.jit.script(nn.Linear(WIDTH, 2))
+        self.pairs = [*zip(self.student.parameters(), self.teacher.parameters(), strict=True)]
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        for student, teacher in self.pairs:
+            teacher.mul_(0.9).add_(student, alpha=0.1)
+        self.teacher.bias.data.add_(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._update()
+        hidden = self.words(x)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.student(hidden) - self.teacher(hidden)
+
+
+@pytest.mark.parametrize("measure", [BySize(), quick()], ids=["size", "time"])
+def test_parameters_that_a_model_changes_in_place_are_restored(measure: BySize | ByTime) -> None:
+    model = Momentum(nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]))
+    before = state_of(model)
+    costs_of(model, model.layers, Example(model, torch.arange(4)), measure, CPU)
+    check_unchanged(model, before)
+
+
 def test_a_block_that_is_not_called() -> None:
     model = Model()
     model.layers.append(Block())
