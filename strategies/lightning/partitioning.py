@@ -35,7 +35,7 @@ from strategies.pipeline.partition.model_costs import (
     costs_of,
     costs_of_parameters,
 )
-from strategies.pipeline.partition.probe import is_called_first
+from strategies.pipeline.partition.probe import calls_last_first
 from strategies.pipeline.partition.profiling import PassSeconds
 from strategies.pipeline.partition.sequential import Pipelined, check_balance, check_lists, even_balance
 from strategies.pipeline.schedule.tables import recomputed
@@ -56,7 +56,7 @@ def is_called_in_reverse(model: LightningModule, module: Pipelined, device: torc
         return False
     with _without_cache(model), precision.forward_context():
         example = _moved(precision.convert_input(model.example_input_array), device)
-        return is_called_first(module[-1], module[0], model, example)
+        return calls_last_first(module, model, example)
 
 
 def find_balance(

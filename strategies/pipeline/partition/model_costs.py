@@ -206,8 +206,9 @@ def costs_of(
                         "example input, so they cannot be measured; give the balance, or balance='even'"
                     )
                 return Costs([found[name] for name in blocks], measure.driver(runs, outside, example))
-    layers = measure.layers(module, input_of(module, example.model, example.value), example, device)
+    sample = input_of(module, example.model, example.value)
     with as_in_training([device]), _unchanged(model, module, has_one_row(example.value)):
+        layers = measure.layers(module, sample, example, device)
         run = partial(_run_sequential, module, device)
         runs = Runs(example.model, {"": (module, run)})
         with runs.replacing():

@@ -174,6 +174,26 @@ def test_the_model_is_left_unchanged() -> None:
     assert trainer.lightning_module is None and trainer.strategy.optimizers == []
 
 
+class Teacher(Model):
+    """Follows the head in each step, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        for own, student in zip(self.teacher.parameters(), self.head.parameters(), strict=True):
+            own.data.mul_(0.9).add_(student.data, alpha=0.1)
+        return super().training_step(batch, batch_idx) + (self.teacher(batch[0]) - self(batch[0])).square().mean()
+
+
+def test_a_training_step_may_change_parameters_in_place() -> None:
+    model = Teacher()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    planned(model, Data(), microbatches=2, schedules="1f1b")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
 def test_the_microbatches_of_a_sweep_divide_the_rows() -> None:
     rows = planned(Late(), schedules="gpipe").rows
     assert [row.microbatches for row in rows] == [2, 4, 8, 16]

@@ -179,12 +179,29 @@ class Momentum(nn.Module):
         return self.student(hidden) - self.teacher(hidden)
 
 
+class SequentialMomentum(Momentum):
+    def forward(self, x: Tensor) -> Tensor:
+        self._update()
+        hidden = self.layers(self.words(x))
+        return self.student(hidden) - self.teacher(hidden)
+
+
 @pytest.mark.parametrize("measure", [BySize(), quick()], ids=["size", "time"])
-def test_parameters_that_a_model_changes_in_place_are_restored(measure: BySize | ByTime) -> None:
-    model = Momentum(nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]))
+@pytest.mark.parametrize("kind", [Momentum, SequentialMomentum])
+def test_parameters_that_a_model_changes_in_place_are_restored(kind: type[Momentum], measure: BySize | ByTime) -> None:
+    layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+    model = kind(nn.ModuleList(layers) if kind is Momentum else nn.Sequential(*layers))
     before = state_of(model)
     costs_of(model, model.layers, Example(model, torch.arange(4)), measure, CPU)
     check_unchanged(model, before)
+
+
+@pytest.mark.parametrize("measure", [BySize(), quick()], ids=["size", "time"])
+def test_what_a_hook_of_a_layer_collects_is_restored(measure: BySize | ByTime) -> None:
+    model, calls = Sequential(), []  # copies of the layer share the hook, and so the list
+    model.layers[1].register_forward_hook(lambda *args: calls.append(1))
+    costs_of(model, model.layers, Example(model, torch.rand(ROWS, 3)), measure, CPU)
+    assert calls == []
 
 
 def test_a_block_that_is_not_called() -> None:

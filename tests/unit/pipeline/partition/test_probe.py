@@ -1,13 +1,16 @@
 """What a module gets from the model around it, found without leaving a trace."""
 
+import random
 import warnings
+from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
 
-from strategies.pipeline.partition.probe import input_of
+from strategies.pipeline.partition.probe import calls_last_first, input_of
 
 
 class Probed(nn.Module):
@@ -105,3 +108,61 @@ def test_a_forward_of_the_instance_is_kept() -> None:
     model = nn.Sequential(layers)
     input_of(layers, model, torch.ones(1, 2))
     assert vars(layers)["forward"] is patched
+
+
+class Traced(nn.Module):
+    """Code before the layers that changes whatever a model can change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(4, 3, max_norm=0.1)
+        self.register_buffer("num_rows", torch.zeros(()))
+        self.layers, self.blocks = nn.Sequential(nn.Linear(3, 3)), nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+        self.seen, self.kept = 0, list[int]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        self.kept.append(len(x))
+        self.num_rows += len(x)
+        random.random(), numpy.random.rand(), torch.rand(())
+        hidden = self.layers(self.words(x))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
+
+    def state(self) -> list[Any]:
+        tensors = [tensor.tolist() for tensor in self.state_dict().values()]
+        states = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+        return [*tensors, self.seen, [*self.kept], *states, *[module.training for module in self.modules()]]
+
+
+@pytest.mark.parametrize(
+    "probe",
+    [
+        lambda model, example: input_of(model.layers, model, example),
+        lambda model, example: calls_last_first(model.blocks, model, example),
+    ],
+    ids=["input", "order"],
+)
+def test_what_runs_before_the_module_leaves_no_trace(probe: Callable[[nn.Module, Tensor], Any]) -> None:
+    model = Traced()
+    model.words.eval()
+    before = model.state()
+    probe(model, torch.arange(4))
+    assert model.state() == before
+
+
+@pytest.mark.parametrize(("order", "found"), [([0, 1, 2], False), ([2, 1, 0], True), ([1, 2, 0], False)])
+def test_the_order_of_blocks(order: list[int], found: bool) -> None:
+    class Ordered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Identity() for _ in order)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for number in order:
+                x = self.blocks[number](x)
+            return x
+
+    model = Ordered()
+    assert calls_last_first(model.blocks, model, torch.ones(1)) is found
