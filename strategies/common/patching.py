@@ -85,6 +85,13 @@ def unchanged(modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter] =
             parameter.data = before
 
 
+def saved_attributes(holder: Any) -> list[Restore]:
+    """Return functions that restore the attributes of an object, and the containers and generators among them."""
+    own = vars(holder)
+    values = [own, *(value for value in own.values() if not isinstance(value, Tensor | numpy.ndarray))]
+    return [restore for value in values if (restore := _saved(value, ())[0]) is not None]
+
+
 def _saved_all(roots: Iterable[Any], leaves: Iterable[Any], packages: Collection[str]) -> list[Restore]:
     """Return functions that restore the roots, the leaves, and everything that the roots refer to.
 

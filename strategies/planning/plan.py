@@ -47,6 +47,7 @@ from strategies.lightning.features.pipelines.tensor_parallel import plan_of
 from strategies.lightning.finding_blocks import described, find_module, find_path
 from strategies.lightning.hooks import collect_logs
 from strategies.lightning.launch.replicated_strategy import ReplicatedStrategy
+from strategies.lightning.loader_order import kept_order
 from strategies.lightning.options import Options
 from strategies.lightning.partitioning import FoundExample, find_example, is_called_in_reverse, measuring, with_threads
 from strategies.optim.costs import StepCost, StepCosts
@@ -268,7 +269,9 @@ def plan_table(
                 f"tensor_parallel_size={options.num_parts} divides values, but configure_model of "
                 f"{type(model).__name__} makes {late[0]}, in a run without memory. Build the model in __init__."
             )
-        return _ModelPlan(trainer, model, data, options, choices, is_whole=is_whole).table()
+        loader = _training_loader(model, data)
+        with kept_order(loader.flattened if loader is not None else ()):
+            return _ModelPlan(trainer, model, loader, options, choices, is_whole=is_whole).table()
 
 
 def _prepared(trainer: Trainer, model: LightningModule, device: torch.device, *, is_late: bool) -> LightningModule:
@@ -334,6 +337,17 @@ def _lists_in(model: nn.Module, where: Sequence[Sequence[str]]) -> list[str]:
     return [path for paths in where for path in paths if isinstance(model.get_submodule(path), Pipelined)]
 
 
+def _training_loader(model: LightningModule, data: Any) -> CombinedLoader | None:
+    """Return the batches on which ``training_step`` is measured; ``None`` if there are none, or no such method."""
+    if not model.automatic_optimization or not is_overridden("training_step", model):
+        return None
+    if data is None and is_overridden("train_dataloader", model):
+        data = model
+    if data is None:
+        return None
+    return CombinedLoader(data.train_dataloader() if hasattr(data, "train_dataloader") else data, "max_size_cycle")
+
+
 class _TrainingStepModule(nn.Module):
     """Runs ``training_step`` of a model on a batch.
 
@@ -379,7 +393,7 @@ class _ModelPlan:
     Args:
         trainer: The Trainer to which the model is attached.
         model: The model.
-        data: The source of batches.
+        loader: The batches of training; ``None`` if ``forward`` is measured.
         options: The settings of the strategy.
         choices: What to compare.
         is_whole: Whether the driver has the whole model before the run.
@@ -389,13 +403,13 @@ class _ModelPlan:
         self,
         trainer: Trainer,
         model: LightningModule,
-        data: Any,
+        loader: CombinedLoader | None,
         options: PipelineOptions,
         choices: PlanChoices,
         *,
         is_whole: bool,
     ) -> None:
-        self._trainer, self._model, self._data = trainer, model, data
+        self._trainer, self._model, self._loader = trainer, model, loader
         self._options, self._choices = options, choices
         self._precision = trainer.precision_plugin
         where = find_path(model, options.path, min(choices.stages), several=True)
@@ -610,19 +624,13 @@ class _ModelPlan:
 
     def _of_training(self) -> _Input | None:
         """Return the first batch of training, for ``training_step``; ``None`` if there is none."""
-        model, source = self._model, self._data
-        if not model.automatic_optimization or not is_overridden("training_step", model):
+        model = self._model
+        if self._loader is None:
             return None
-        if source is None and is_overridden("train_dataloader", model):
-            source = model
-        if source is None:
-            return None
-        loaders = source.train_dataloader() if hasattr(source, "train_dataloader") else source
-        batches = [batch for batch, *_ in islice(CombinedLoader(loaders, "max_size_cycle"), 1)]
+        batches = [batch for batch, *_ in islice(self._loader, 1)]
+        self._loader.reset()  # ends its workers
         if not batches:
-            raise MisconfigurationException(
-                f"A plan measures training_step on a batch, but the training data of {type(source).__name__} have none."
-            )
+            raise MisconfigurationException("A plan measures training_step on a batch, but there are no training data.")
         batch = transferred(self._trainer, model, batches[0], self._device)
         rows = sum(split_for(model, batch, 1).sizes)
         return _Input(

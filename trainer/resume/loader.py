@@ -15,8 +15,9 @@ from strategies.lightning.compat import (
     shutdown_workers_and_reset_iterator,
     sized_len,
 )
+from strategies.lightning.loader_order import owners_of_order
 from trainer.resume.random_state import plain, preserved_random_state
-from trainer.resume.replay import Replayable, owners_of_order
+from trainer.resume.replay import Replayable
 from trainer.resume.sample_order import describe_order, samples_of_process
 from trainer.resume.stateful_dataset import stateful_dataset
 from trainer.resume.worker_random_state import CollateAndReport, StartWorker, read_report

@@ -5,9 +5,8 @@ from copy import deepcopy
 from itertools import islice
 from typing import Any, cast
 
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset
 
-from strategies.lightning.compat import DatasetSamplerWrapper, wrapped_sampler
 from trainer.resume.random_state import Generator, generator_state, random_state, set_generator_state, set_random_state
 
 
@@ -113,22 +112,6 @@ class Replayable(Iterator[Any]):
                 if name in state["generators"]:
                     set_generator_state(generator, state["generators"][name])
             vars(owner).update(deepcopy(state["numbers"]))
-
-
-def owners_of_order(loader: Any) -> list[Any]:
-    """Return the objects that decide the order: the loader, all its samplers, and its dataset if that is iterable."""
-    found: list[Any] = []
-    waiting = [loader, getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)]
-    if isinstance(getattr(loader, "dataset", None), IterableDataset):
-        waiting.append(loader.dataset)
-    while waiting:
-        owner = waiting.pop(0)
-        if not hasattr(owner, "__dict__") or any(owner is other for other in found):
-            continue
-        found.append(owner)
-        waiting += [value for value in vars(owner).values() if isinstance(value, Sampler | DatasetSamplerWrapper)]
-        waiting += [wrapped_sampler(owner)] if isinstance(owner, DatasetSamplerWrapper) else []
-    return found
 
 
 def _generators(owner: Any) -> dict[str, Generator]:

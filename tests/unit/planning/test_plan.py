@@ -194,6 +194,14 @@ def test_a_training_step_may_change_parameters_in_place() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+def test_a_loader_keeps_its_order() -> None:
+    generator = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(3 * ROWS, WIDTH), torch.zeros(3 * ROWS))
+    before = generator.get_state()
+    planned(Model(), DataLoader(data, batch_size=ROWS, shuffle=True, generator=generator), microbatches=2)
+    assert torch.equal(generator.get_state(), before)
+
+
 def test_the_microbatches_of_a_sweep_divide_the_rows() -> None:
     rows = planned(Late(), schedules="gpipe").rows
     assert [row.microbatches for row in rows] == [2, 4, 8, 16]
