@@ -239,6 +239,7 @@ class Executor(NotCopyable):
 
     def send_changes(self) -> None:
         """Queue for every worker the changes of the driver's copies of its layers."""
+        self.send_buffers()
         for mirror, remote in zip(self.mirrors, self.remotes, strict=True):
             mirror.send_changes(remote)
 
@@ -264,6 +265,8 @@ class Executor(NotCopyable):
         """Queue for every worker the tensors that have been assigned to buffers of the driver's copies."""
         for mirror, remote in zip(self.mirrors, self.remotes, strict=True):
             mirror.send_buffers(remote)
+        for mirror in self.mirrors:
+            mirror.restore_stand_ins()
 
     def _ties_have_changed(self) -> bool:
         """Return whether values of tied parameters may have changed since the last call."""

@@ -101,8 +101,7 @@ class Mirror:
             )
 
     def send_changes(self, remote: RemoteStage) -> None:
-        """Send the changes to the stage, with the next command."""
-        self.send_buffers(remote)
+        """Send the changes to the stage, with the next command, except those of buffers."""
         attributes, trained = self.changes()
         if attributes:
             remote.send(StageCommands.place, Part(PartKind.ATTRIBUTES), attributes)
@@ -110,16 +109,19 @@ class Mirror:
             remote.send(StageCommands.place, Part(PartKind.REQUIRES_GRAD), trained)
 
     def send_buffers(self, remote: RemoteStage) -> None:
-        """Send tensors that have been assigned to buffers, and restore the stand-ins of these buffers."""
+        """Send tensors that have been assigned to buffers. Several stages may have the same buffer."""
         self._assigned = {path: value.cpu().clone() for path, value in self._assigned_now()}
-        for path, buffers, name, stand_in in self._buffers:
-            if path in self._assigned:
-                buffers[name] = stand_in
         for path, value in self.shared_changes():
             buffers, name, *_ = self._shared[path]
             self._shared[path] = buffers, name, value, num_changes(value)
         if self._assigned:
             remote.send(StageCommands.place, Part(PartKind.TENSORS), self._assigned)
+
+    def restore_stand_ins(self) -> None:
+        """Restore the stand-ins of buffers whose values have been sent to all stages."""
+        for path, buffers, name, stand_in in self._buffers:
+            if path in self._assigned:
+                buffers[name] = stand_in
 
     def _assigned_now(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that have been assigned to buffers, with the names of the buffers."""

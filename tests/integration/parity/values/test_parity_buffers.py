@@ -142,6 +142,31 @@ def shared_buffers(schedule: str) -> None:
         fit(partial(TurnsEverywhere, counts=True), RPCSequentialStrategy([3, 3], schedule=schedule), 2)
 
 
+class TurnsOnWorkers(TurnsEverywhere):
+    """Only layers of workers use the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequential_module[4] = nn.Tanh()
+
+
+class Assigns(Callback):
+    def on_train_batch_end(self, trainer: Any, model: Any, *_: Any) -> None:
+        rotary = model.sequential_module[0].rotary
+        rotary.scale = torch.full((1,), 1.0 / (1 + trainer.global_step), dtype=rotary.scale.dtype)
+
+
+def shared_buffers_of_workers() -> None:
+    single = fit(TurnsOnWorkers, one_device(), 1, callbacks=[Assigns()])
+    for schedule in ("gpipe", "1f1b"):
+        strategy = RPCSequentialStrategy([1, 2, 3], schedule=schedule)
+        compare(fit(TurnsOnWorkers, strategy, 3, callbacks=[Assigns()]), single)
+
+
+def test_buffers_of_a_module_that_two_workers_use() -> None:
+    run(shared_buffers_of_workers)
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_buffers_of_a_module_that_all_stages_use(schedule: str) -> None:
     run(shared_buffers, schedule)

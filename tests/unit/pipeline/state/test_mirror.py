@@ -84,8 +84,20 @@ def test_what_a_layer_sets_first_in_a_worker_comes_back() -> None:
 class Receives:
     """Receives what a mirror sends, as a stage does."""
 
+    def __init__(self) -> None:
+        self.commands: list[Any] = []
+
     def send(self, *command: Any) -> None:
-        pass
+        self.commands.append(command)
+
+
+def send_buffers(*mirrors: Mirror) -> list[Receives]:
+    stages = [Receives() for _ in mirrors]
+    for mirror, stage in zip(mirrors, stages, strict=True):
+        mirror.send_buffers(stage)
+    for mirror in mirrors:
+        mirror.restore_stand_ins()
+    return stages
 
 
 def test_another_tensor_assigned_to_a_buffer_is_a_change() -> None:
@@ -93,7 +105,7 @@ def test_another_tensor_assigned_to_a_buffer_is_a_change() -> None:
     mirror = Mirror(layers, "stage 0")
     for value, is_change in ((float("nan"), False), (2.0, True)):
         layers[0].running_mean = torch.full((2,), float("nan"))
-        mirror.send_changes(Receives())
+        send_buffers(mirror)
         assert not mirror.has_changed()
         layers[0].running_mean = torch.full((2,), value)
         assert mirror.has_changed() == is_change
@@ -106,12 +118,22 @@ def test_a_buffer_that_this_process_uses_too_is_sent_when_it_changes() -> None:
     assert mirror.has_changed()
     layers[0].running_var = torch.full((2,), 3.0)
     assert [name for name, _ in mirror.shared_changes()] == ["0.running_mean", "0.running_var"]
-    mirror.send_changes(Receives())
+    send_buffers(mirror)
     assert not mirror.has_changed() and not [*mirror.shared_changes()]
     assert layers[0].running_var.tolist() == [3, 3]
     layers[0].running_var = torch.ones(4)  # such as a longer table
-    mirror.send_changes(Receives())
+    send_buffers(mirror)
     assert not [*mirror.shared_changes()]
+
+
+def test_a_tensor_assigned_to_a_buffer_of_two_stages_is_sent_to_both() -> None:
+    norm = nn.BatchNorm1d(2).to("meta")
+    mirrors = [Mirror(nn.Sequential(norm), f"stage {i}") for i in range(2)]
+    norm.running_mean = torch.ones(2)
+    for stage in send_buffers(*mirrors):
+        ((_, _, values),) = stage.commands
+        assert values["0.running_mean"].tolist() == [1, 1]
+    assert norm.running_mean.is_meta
 
 
 def add_hook(layers: nn.Sequential) -> None:
