@@ -18,11 +18,11 @@ import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, update_wrapper
 from importlib import import_module
 from importlib.util import find_spec
 from operator import attrgetter
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -235,10 +235,21 @@ def run_stage_function() -> Callable[..., Any]:
 
 
 def copy_of(model: LightningModule) -> LightningModule:
-    """Return a deep copy of a model, without the Trainer to which it is attached."""
+    """Return a deep copy of a model, without the Trainer to which it is attached.
+
+    Partial functions that are methods of the model refer to the copy as well, such as the ``configure_optimizers`` of
+    ``LightningCLI``, which holds an optimizer over the parameters.
+    """
+    memo: dict[int, Any] = {}
     own, model.trainer = model._trainer, None
     try:
-        return copy.deepcopy(model)
+        copied = copy.deepcopy(model, memo)
+        for name, method in vars(model).items():
+            if isinstance(method, MethodType) and isinstance(held := method.__func__, partial):
+                args, keywords = copy.deepcopy((held.args, held.keywords), memo)
+                function = partial(held.func, *args, **keywords)
+                vars(copied)[name] = MethodType(update_wrapper(function, held), copied)
+        return copied
     finally:
         model.trainer = own
 

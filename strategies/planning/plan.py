@@ -51,6 +51,7 @@ from strategies.lightning.loader_order import kept_order
 from strategies.lightning.options import Options
 from strategies.lightning.partitioning import FoundExample, find_example, is_called_in_reverse, measuring, with_threads
 from strategies.optim.costs import StepCost, StepCosts
+from strategies.optim.restricted import parameters_of
 from strategies.optim.trial import check_by_element, check_divisible
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.partition.memory import Need, Sizes, needs_of
@@ -713,6 +714,12 @@ class _ModelPlan:
         optimizers = [own for own in map(unwrapped, strategy.optimizers) if not is_stand_in(own)]
         if not optimizers:
             self._notes.append("configure_optimizers returns no optimizer, so none is counted")
+        elif set(self._model.parameters()).isdisjoint(chain(*map(parameters_of, optimizers))):
+            raise MisconfigurationException(
+                f"configure_optimizers of {type(self._model).__name__} returns {type(optimizers[0]).__name__} over no "
+                "parameter of the model that a plan measures, which may be a copy of the given one. Make the optimizer "
+                "in configure_optimizers, over self.parameters()."
+            )
         balance = even_balance(self._lengths, stages)
         *workers, _ = cut(self._module, balance, [*range(stages)] * len(self._lengths))
         rest = dict.fromkeys(self._model.parameters())

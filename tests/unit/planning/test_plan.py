@@ -470,6 +470,13 @@ def test_what_a_step_may_do(tmp_path: Path) -> None:
         assert trainer.plan(model, loader, microbatches=2, schedules="1f1b").measured_on == table.measured_on
 
 
+def test_an_optimizer_over_the_parameters_of_another_model_is_refused() -> None:
+    model = Late()
+    model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), lr=0.1)  # a plan builds a copy of Late
+    with pytest.raises(MisconfigurationException, match="Late returns SGD over no parameter of the model that a plan"):
+        planned(model, microbatches=2, schedules="1f1b")
+
+
 def test_activations_follow_the_precision() -> None:
     def kept(**precision: str) -> int:
         strategy = RPCSequentialStrategy([2, 2], checkpoint="never")  # else measured times divide the layers

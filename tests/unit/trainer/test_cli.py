@@ -445,6 +445,20 @@ def test_a_plan_and_the_configuration_that_it_gives(
     assert json.loads(Path("again.json").read_text())["rows"][0]["balance"] == best["balance"]
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])  # a plan in bf16-true measures a copy of the model
+def test_a_plan_counts_the_optimizer_of_the_configuration(
+    precision: str, in_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("strategies.planning.plan.BUDGET_SECONDS", 0.01)
+    given = ["--config=config.yaml", "--model=cli_models.Deep", "--optimizer=AdamW", f"--trainer.precision={precision}"]
+    pipeline = ["--trainer.strategy=rpc_sequential", "--trainer.devices=2"]
+    main(["plan", *given, *pipeline, "--microbatches=2", "--schedules=1f1b", "--json=plan.json"])
+    (row,) = json.loads(Path("plan.json").read_text())["rows"]
+    for process in row["processes"]:
+        assert process["optimizer_bytes"] == 2 * process["parameters_bytes"] > 0
+        assert process["optimizer_step_seconds"] > 0
+
+
 def test_unknown_key_at_each_level() -> None:
     keys = ["model", "trainer.devices", "trainer.logger", "trainer.logger.help"]
     assert unknown_key("traner.devices", keys) == "unknown key 'traner'; did you mean 'trainer'?"
