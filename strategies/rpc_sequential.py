@@ -773,9 +773,10 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         if self._unread is None:
             with run.pipeline.optimizers.references.used(references):
                 super().load_optimizer_state_dict(self._own_part(run, checkpoint))
-            return
-        check_optimizer_states([unwrapped(own) for own in self.optimizers], checkpoint["optimizer_states"])
-        run.states.load_optimizer_states(checkpoint["optimizer_states"], self._unread)
+        else:
+            check_optimizer_states([unwrapped(own) for own in self.optimizers], checkpoint["optimizer_states"])
+            run.states.load_optimizer_states(checkpoint["optimizer_states"], self._unread)
+        run.pipeline.after_loading()
 
     def _own_part(self, run: Run, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a checkpoint with this pipeline's part of the optimizer states, if pipelines divide layers."""

@@ -617,6 +617,14 @@ class Pipeline(NotCopyable):
         if self._running is not None and (recoverer := self._running.recoverer) is not None:
             recoverer.before_evaluation(self.optimizers.num_steps, self._running.executor.unfinished)
 
+    def after_loading(self) -> None:
+        """Take a snapshot if recovery is on, because stages have read values from files, which may be deleted now.
+
+        Call this between two passes. With several pipelines, all call it at the same point.
+        """
+        if self._running is not None and (recoverer := self._running.recoverer) is not None:
+            recoverer.after_loading(self.optimizers.num_steps, self._running.executor.unfinished)
+
     def verify(self) -> None:
         """Compute what has run since the last verified step a second time and compare, if that is due.
 

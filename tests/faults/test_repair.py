@@ -221,25 +221,47 @@ def test_validate_test_and_predict(schedule: str) -> None:
     assert differing == [] and all(1 <= number <= 2 for number in numbers)
 
 
-def resumed() -> Any:
-    return repair_job.resumed({0: ["sanity-1"], 7: ["forward-0"], 12: ["step-1"]})
+def resumed(form: str) -> Any:
+    return repair_job.resumed({0: ["sanity-1"], 7: ["forward-0"], 12: ["step-1"]}, form)
 
 
-def resumed_and_verified() -> Any:
-    return repair_job.resumed({}, recovery=Recovery(verify_every_n_steps=1))
+def resumed_and_verified(form: str) -> Any:
+    return repair_job.resumed({}, form, recovery=Recovery(verify_every_n_steps=1))
 
 
 @pytest.mark.slow
-def test_a_run_that_begins_with_a_sharded_checkpoint() -> None:
-    """Its stages have read their parts since the only snapshot."""
-    differing, repairs = run(resumed)
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_a_run_that_begins_with_a_checkpoint(form: str) -> None:
+    """Its stages have read their parts, and new workers cannot read them a second time."""
+    differing, repairs = run(resumed, form)
     assert differing == [] and repairs
 
 
 @pytest.mark.slow
-def test_a_verified_run_that_begins_with_a_sharded_checkpoint() -> None:
-    """The stages read their parts a second time, after they have gone back to the snapshot."""
-    assert run(resumed_and_verified) == ([], [])
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_a_verified_run_that_begins_with_a_checkpoint(form: str) -> None:
+    """The stages read their parts a second time before training begins, and not later."""
+    assert run(resumed_and_verified, form) == ([], [])
+
+
+def back_and_verified() -> list[str]:
+    return repair_job.verified(1, {}, callbacks=lambda: [repair_job.GoesBack()])
+
+
+def back_and_repaired() -> list[tuple[list[str], list[str]]]:
+    cases: list[tuple[Kills, int]] = [({7: ["forward-0"], 9: ["step-1"]}, 100)]
+    return repair_job.disturbed(cases, callbacks=lambda: [repair_job.GoesBack()])
+
+
+@pytest.mark.slow
+def test_a_verified_run_that_goes_back_to_a_checkpoint_and_deletes_it() -> None:
+    assert run(back_and_verified) == []
+
+
+@pytest.mark.slow
+def test_a_repaired_run_that_goes_back_to_a_checkpoint_and_deletes_it() -> None:
+    ((differing, repairs),) = run(back_and_repaired)
+    assert differing == [] and len(repairs) == 2
 
 
 # Where it ends

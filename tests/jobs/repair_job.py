@@ -538,7 +538,14 @@ class KeepsOne(Callback):
     """Keeps a checkpoint as it was written."""
 
     def on_train_end(self, trainer: Any, model: Any) -> None:
-        shutil.copytree(Path("saved", "step=6.ckpt"), "first")
+        Path("saved", "step=6.ckpt").rename("first")
+
+
+class TakesItAway(Callback):
+    """Takes away the checkpoint with which the fit has begun."""
+
+    def on_train_start(self, trainer: Any, model: Any) -> None:
+        Path("first").rename("gone")
 
 
 class SlowToRestore(nn.Linear):
@@ -555,13 +562,26 @@ class SlowToRestoreNet(Net):
         self.sequential_module[0] = SlowToRestore(4, 6)
 
 
-def resumed(kills: Kills, **options: Any) -> tuple[list[str], list[str]]:
-    """In what a fit that begins with a sharded checkpoint differs from an undisturbed one, and what was lost."""
-    sharded = {"state_dict_type": "sharded"}
+class GoesBack(Callback):
+    """Loads optimizer states from a checkpoint in the middle of the fit, and deletes it."""
+
+    def on_train_epoch_start(self, trainer: Any, model: Any) -> None:
+        if trainer.current_epoch == 1:
+            trainer.save_checkpoint("kept.ckpt")
+            trainer.strategy.load_optimizer_state_dict(trainer.strategy.load_checkpoint("kept.ckpt"))
+            Path("kept.ckpt").unlink()
+
+
+def resumed(kills: Kills, form: str, **options: Any) -> tuple[list[str], list[str]]:
+    """In what a fit that begins with a checkpoint differs from an undisturbed one, and what was lost.
+
+    The checkpoint is gone as soon as it has been loaded.
+    """
+    options["state_dict_type"] = form
     settings: dict[str, Any] = {"net": SlowToRestoreNet, "accumulate_grad_batches": 1}
-    fit({}, 0, callbacks=lambda: [KeepsOne()], options=sharded, **settings)
-    expected = fit({}, 0, ckpt_path="first", options=sharded, **settings)
-    found = fit(kills, 100, ckpt_path="first", options={**sharded, **options}, **settings)
+    fit({}, 0, callbacks=lambda: [KeepsOne()], options={"state_dict_type": form}, **settings)
+    expected = fit({}, 0, ckpt_path="first", options={"state_dict_type": form}, **settings)
+    found = fit(kills, 100, ckpt_path="first", callbacks=lambda: [TakesItAway()], options=options, **settings)
     return differences(found, expected), found["repairs"]
 
 

@@ -76,8 +76,8 @@ class Recoverer:
         if rounds is not None:
             self._together = Together(rounds, failures, in_step.ranks if in_step is not None else [rounds.rank])
         self._num_steps = self._steps_at_snapshot = self._num_updates = 0
-        self._num_checks = 0
-        """How often :meth:`verify` has verified a step, which all pipelines do at the same points."""
+        self._num_further_points = 0
+        """How often :meth:`verify` has verified a step, or :meth:`after_loading` was called, as in all pipelines."""
         self._has_warned = False
         self._verified_from: Snapshot | None = None
         """The snapshot from which the present step is computed a second time; ``None`` if it is not verified."""
@@ -117,19 +117,19 @@ class Recoverer:
         Args:
             num_steps: The number of optimizer steps so far.
             unfinished: The passes that wait for their backward part. No snapshot can be taken while there are any.
-            is_due: Whether a snapshot is due after any optimizer step. Equal in all pipelines.
+            is_due: Whether a snapshot is due in any case. Equal in all pipelines.
 
         Raises:
             ComputedWrongly: If a step is verified here, and a stage computes differently the second time.
             RuntimeError: See :meth:`_waits_and_is_large`.
         """
-        every = 1 if is_due else self._settings.snapshot_every_n_steps
-        repairs = self._settings.max_restarts > 0
+        every, repairs = self._settings.snapshot_every_n_steps, self._settings.max_restarts > 0
         if self._verified_from is not None:
-            is_regular = is_verification = num_steps > self._steps_at_snapshot
+            is_regular = is_verification = is_due or num_steps > self._steps_at_snapshot
         else:
             is_verification = self._is_next_verified(num_steps)
-            is_regular = is_verification or (repairs and num_steps // every > self._steps_at_snapshot // every)
+            is_due = is_due or num_steps // every > self._steps_at_snapshot // every
+            is_regular = is_verification or (repairs and is_due)
         waits, is_large = self._waits_and_is_large(unfinished, is_regular=is_regular, is_verification=is_verification)
         if waits:
             return
@@ -159,6 +159,20 @@ class Recoverer:
         """
         if self._has_others and num_steps > self._steps_at_snapshot:
             self.between_passes(num_steps, unfinished, is_due=True)
+
+    def after_loading(self, num_steps: int, unfinished: Collection[int]) -> None:
+        """Take a snapshot, and wait until it is complete, because stages have read values from files.
+
+        The files may be replaced or deleted after this, so they must not be read a second time. All pipelines call this
+        at the same points.
+
+        Args:
+            num_steps: The number of optimizer steps so far.
+            unfinished: See :meth:`between_passes`.
+        """
+        self._num_further_points += 1
+        self.between_passes(num_steps, unfinished, is_due=True)
+        self._complete()
 
     def _waits_and_is_large(
         self, unfinished: Collection[int], *, is_regular: bool, is_verification: bool
@@ -245,7 +259,7 @@ class Recoverer:
         if self._waits_and_is_large(unfinished, is_regular=True, is_verification=True)[0]:
             self._warn_of_kept_output()  # what follows uses values that have not been verified
             return
-        self._num_checks += 1
+        self._num_further_points += 1
         self._count(num_steps)
         self._verify(self._verified_from)
 
@@ -318,7 +332,7 @@ class Recoverer:
         self._steps_at_snapshot = self._num_steps
         with self._log.lock:  # otherwise a repair could start between the order and the mark
             self._forget()
-            period = self._num_steps + self._num_checks
+            period = self._num_steps + self._num_further_points
             ordered = self._snapshots.order(next(reversed(self._usable()), None), period, is_extra=is_extra)
             addresses = self._snapshots.addresses(ordered)
             self._answers = [

@@ -40,9 +40,9 @@ class Snapshot:
     Attributes:
         number: The number of the snapshot.
         slot: The slot of each worker that has the snapshot, 0 or 1.
-        period: The number of points before it that all replicas pass: of optimizer steps and of verifications. An
-            extra snapshot has the period of the last regular one. Replicas that start from snapshots of the same
-            period continue together.
+        period: The number of points before it that all replicas pass: optimizer steps, verifications, and loading of
+            optimizer states. An extra snapshot has the period of the last regular one. Replicas that start from
+            snapshots of the same period continue together.
     """
 
     number: int
