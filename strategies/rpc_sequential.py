@@ -43,7 +43,7 @@ from strategies.lightning.features.feature import (
 )
 from strategies.lightning.features.gradient_hooks import HooksOnParameters
 from strategies.lightning.features.kept_seeds import LayerSeeds
-from strategies.lightning.features.layers.block_settings import HuggingFaceModels
+from strategies.lightning.features.layers.block_settings import HuggingFaceModels, TransformerEncoders
 from strategies.lightning.features.layers.construction import ModelConstruction
 from strategies.lightning.features.layers.division import Division
 from strategies.lightning.features.layers.moving_layers import check_can_move, move_layers
@@ -81,6 +81,7 @@ FEATURES: Sequence[KindOfFeature] = (
     ProfilerOnStages,
     StepsPerMicrobatch,
     HuggingFaceModels,
+    TransformerEncoders,
     SummaryOfStages,
     AveragedReplicas,
     DividedParameters,

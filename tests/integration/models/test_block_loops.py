@@ -161,6 +161,48 @@ def test_blocks_that_training_step_calls_through_a_method_train_as_in_one_proces
     run(blocks_called_by_a_step)
 
 
+class PaddedEncoder(LightningModule):
+    """An ``nn.TransformerEncoder`` over padded rows, whose loss and metric depend on all positions."""
+
+    def __init__(self, is_nested: bool) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=is_nested)
+        self.losses: list[float] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, is_padding = batch
+        return self.encoder(x, src_key_padding_mask=is_padding).square().mul(x).mean()
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.training_step(batch, batch_idx), batch_size=len(batch[0]))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(outputs["loss"].item())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def padded_rows() -> DataLoader:
+    lengths = torch.tensor([[5], [3], [4], [2], [5], [1]])
+    return DataLoader([(torch.randn(6, 5, 6), torch.arange(5) >= lengths)] * 2, batch_size=None)
+
+
+def padded_evaluation() -> None:
+    data: dict[str, Any] = {"train": padded_rows, "val": padded_rows, "max_epochs": 1}
+    single = fit(partial(PaddedEncoder, False), one_device(), 1, **data)
+    for schedule, devices in (("gpipe", 1), ("gpipe", 2), ("1f1b", 2)):
+        strategy = RPCSequentialStrategy(schedule=schedule, microbatches=3, balance="even")
+        outcome = fit(partial(PaddedEncoder, True), strategy, devices, **data)
+        compare(outcome, single)
+        assert outcome.model.encoder.use_nested_tensor
+
+
+def test_an_encoder_of_torch_is_evaluated_without_nested_tensors() -> None:
+    run(padded_evaluation)
+
+
 class LogsInputs(LightningModule):
     """A layer that logs the mean of its inputs."""
 

@@ -1,6 +1,7 @@
-"""Hugging Face models: settings of their configurations that a pipeline handles differently or cannot support."""
+"""Settings of Hugging Face models and of torch's Transformers that a pipeline handles differently or cannot support."""
 
 from collections.abc import Iterable
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -42,6 +43,23 @@ class HuggingFaceModels(Feature):
                 f"its stages recompute them, because checkpoint={mode!r}. With checkpoint='never' each block "
                 "recomputes itself."
             )
+
+
+class TransformerEncoders(Feature):
+    """Switches off nested tensors of each ``nn.TransformerEncoder`` whose layers are the blocks.
+
+    In evaluation, the encoder would make a nested tensor of the rows without their padding, from the values of a weight
+    of the first layer, and blocks on other processes take tensors with a shape.
+    """
+
+    def begin(self, run: Run) -> Iterable[Undo]:
+        """Switch the setting off."""
+        inside = set(run.module.modules())
+        encoders = [module for module in run.model.modules() if isinstance(module, nn.TransformerEncoder)]
+        for encoder in encoders:
+            if encoder.use_nested_tensor and encoder not in inside and not inside.isdisjoint(encoder.layers):
+                encoder.use_nested_tensor = False
+                yield partial(setattr, encoder, "use_nested_tensor", True)
 
 
 def check_layer_drop(model: nn.Module, path: str) -> None:
