@@ -23,6 +23,13 @@ def special_layout(tensor: Tensor) -> str:
     return "" if tensor.layout is torch.strided else f"{tensor.layout}".removeprefix("torch.")
 
 
+def element_bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of the elements of a dense tensor on the CPU, in the order of the elements."""
+    elements = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    # ``contiguous`` leaves a tensor of one element as it is, whatever its stride, and ``view`` refuses most strides.
+    return elements.as_strided((elements.numel(),), (1,)).view(torch.uint8)
+
+
 def flat(tree: Any, prefix: str = "") -> dict[str, Tensor]:
     """Return the tensors in a nested structure, keyed by flattened path, such as ``states.0.exp_avg``."""
     leaves, _ = tree_flatten_with_path(tree)

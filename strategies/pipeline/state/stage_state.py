@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from strategies.common.random_seeds import ProcessRandomState
 from strategies.common.stage_layers import StageLayers
-from strategies.common.trees import flat
+from strategies.common.trees import element_bytes, flat
 from strategies.optim.restricted import move_states, numbers_of, put_together, restricted, taken_apart
 
 
@@ -116,8 +116,7 @@ def _is_same(first: Tensor, second: Tensor) -> bool:
     if (first.shape, first.dtype, first.layout) != (second.shape, second.dtype, second.layout):
         return False
     dense = [tensor if tensor.layout == torch.strided else tensor.to_dense() for tensor in (first, second)]
-    own, other = (tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in dense)
-    return torch.equal(own, other)
+    return torch.equal(*map(element_bytes, dense))
 
 
 def _moved(copy: StageLayers, device: torch.device) -> StageLayers:

@@ -11,10 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
-from strategies.common.trees import tensors_in
+from strategies.common.trees import element_bytes, tensors_in
 from strategies.pipeline.transport.interface import AroundTransport, InChannel, OutChannel, Transport
 
 Fingerprint = tuple[Any, ...]
@@ -30,11 +29,11 @@ def fingerprint(value: Any) -> Fingerprint:
     Checksums differ if one bit of a tensor does. If more of it differs, such as the order of the elements, one of four
     billion checksums is equal by chance.
     """
-    return tuple((tensor.shape, tensor.dtype, _checksum(tensor.detach())) for tensor in tensors_in(value))
+    return tuple((tensor.shape, tensor.dtype, _checksum(tensor)) for tensor in tensors_in(value))
 
 
 def _checksum(tensor: Tensor) -> int:
-    return zlib.crc32(tensor.cpu().reshape(-1).view(torch.uint8).numpy().data)
+    return zlib.crc32(element_bytes(tensor).numpy().data)
 
 
 @dataclass(frozen=True)

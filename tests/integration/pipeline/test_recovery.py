@@ -507,6 +507,41 @@ def test_an_interrupted_verification() -> None:
     run(interrupted_verification)
 
 
+class Turns(nn.Module):
+    """Has and sends complex numbers that torch has not conjugated yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("angles", torch.randn(3, dtype=torch.complex64).conj())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight * self.angles).conj()
+
+
+class Real(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.real
+
+
+def verification_of_complex_numbers() -> None:
+    module, x = nn.Sequential(Turns(), Real()), torch.randn(4, 3)
+    expected = copy.deepcopy(module)
+    expected(x).sum().backward()
+    recovery = Recovery(0, verify_every_n_steps=1)
+    pipeline = Pipeline(module, [1, 1], [CPU] * 2, Settings(microbatches=2), recovery=recovery)
+    pipeline.start()
+    module(x).sum().backward()
+    pipeline.verify()
+    (grad,) = captured(pipeline.remotes[0], PartKind.GRADS).values()
+    pipeline.close()
+    torch.testing.assert_close(grad, expected[0].weight.grad)
+
+
+def test_a_step_with_complex_numbers_is_verified() -> None:
+    run(verification_of_complex_numbers)
+
+
 def repair_that_is_tried_again() -> None:
     """A new worker is lost, too, and the main thread calls the model before the next ones are there."""
     kill, num_killed, is_lost_again = recovery.Recoverer._kill, 0, threading.Event()

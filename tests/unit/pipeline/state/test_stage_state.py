@@ -22,7 +22,7 @@ from strategies.pipeline.schedule.tables import loop
 from strategies.pipeline.stage.edges import Edges
 from strategies.pipeline.state.carriers import InSlot
 from strategies.pipeline.state.held import HeldState
-from strategies.pipeline.state.stage_state import StageState
+from strategies.pipeline.state.stage_state import StageState, differing
 from strategies.pipeline.transport.interface import HostTransport
 from strategies.pipeline.transport.link import Links
 from strategies.pipeline.transport.slots import Slot, have_slots
@@ -129,6 +129,19 @@ def test_gradients(groups: tuple[ProcessGroup, ProcessGroup], slot: Slot) -> Non
     ours = taken_over(slot, 0, groups[0]).held.capture(Part(PartKind.GRADS))
     assert list(ours) == list(grads) and ours["0.bias"] is None
     assert all(torch.equal(ours[name], grad) for name, grad in grads.items() if grad is not None)
+
+
+def test_states_are_compared_by_the_values_of_views() -> None:
+    def state(value: Tensor) -> StageState:
+        layer = nn.Linear(2, 2).requires_grad_(False)
+        nn.init.ones_(layer.weight), nn.init.ones_(layer.bias)
+        layer.register_buffer("turned", value)
+        return StageState.capture(cut(nn.Sequential(layer), [1])[0], [], [], [])
+
+    numbers = torch.complex(torch.randn(3), torch.randn(3))
+    for turned in (numbers.conj(), numbers.conj().imag, numbers.real):
+        assert differing(state(turned), state(turned.clone().resolve_conj().resolve_neg())) == []
+        assert differing(state(turned), state(turned + 1)) == ["0.turned"]
 
 
 def test_an_object_that_cannot_be_pickled_is_named(groups: tuple[ProcessGroup, ProcessGroup], slot: Slot) -> None:

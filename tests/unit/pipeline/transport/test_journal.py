@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from strategies.pipeline.transport.journal import JournaledTransport, fingerprint
 from strategies.pipeline.transport.link import Arrived, Arriving
@@ -24,6 +25,23 @@ def test_a_fingerprint_shows_each_bit(dtype: torch.dtype, size: int) -> None:
 def test_a_fingerprint_shows_the_order_of_rows() -> None:
     rows = torch.randn(4, 6)
     assert fingerprint(rows[[1, 0, 3, 2]]) != fingerprint(rows)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        torch.linspace(0, 1, 6)[::2],
+        torch.linspace(0, 1, 6)[1::5],
+        torch.ones(1).expand(5),
+        torch.randn(3, dtype=torch.complex64).conj(),
+        torch.randn(3, 2, dtype=torch.complex64).mH,
+        torch.randn(3, dtype=torch.complex64).conj().imag,
+    ],
+    ids=["steps", "one of a step", "expanded", "conjugate", "conjugate transpose", "negative"],
+)
+def test_a_fingerprint_of_a_view_is_that_of_its_values(view: Tensor) -> None:
+    assert fingerprint(view) == fingerprint(torch.tensor(view.tolist(), dtype=view.dtype))
+    assert fingerprint(view) != fingerprint(view + 1)
 
 
 class Loop:
