@@ -6,7 +6,7 @@ calls. Every micro-batch gets the whole of a tensor whose shape is the same in b
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strategies.common.torch_compat import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from strategies.common.torch_compat import (
+    tree_flatten,
+    tree_leaves,
+    tree_map_only,
+    tree_unflatten,
+    without_torch_function,
+)
+from strategies.pipeline.stage.microbatch.split import has_rows, storage_address
 
 TableKinds = tuple[tuple[Any, ...] | None, ...]
 """The kinds of the tensors in a table; see :func:`kinds_of`."""
@@ -48,21 +55,31 @@ class Rows:
 
 def num_rows(arguments: Any) -> int:
     """Return the most frequent number of rows of the tensors in the arguments of a model; 0 if there are none."""
-    sizes = Counter(leaf.shape[0] for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor) and leaf.dim())
+    sizes = Counter(leaf.shape[0] for leaf in tree_leaves(arguments) if has_rows(leaf))
     return max(sizes, key=lambda size: (size > 1, sizes[size]), default=0)
 
 
-def with_rows(arguments: Any, rows: int, part: slice) -> Any:
+def with_rows(arguments: Any, rows: int, part: slice, own: Iterable[Tensor] = ()) -> Any:
     """Return a copy of the arguments, with some rows of each tensor that has ``rows`` rows.
 
     A tensor that occurs twice in the arguments also occurs twice in the copy.
+
+    Args:
+        arguments: The arguments of a call.
+        rows: The number of rows.
+        part: The rows of the copy.
+        own: The parameters and buffers of the model. They and their views have no rows, unless expanded to the rows.
     """
     copies: dict[int, Tensor] = {}
+    with without_torch_function():
+        whole = {storage_address(tensor) for tensor in own} - {0, None}
 
     def copied(leaf: Tensor) -> Tensor:
         if id(leaf) not in copies:
-            has_rows = leaf.dim() and len(leaf) == rows
-            copies[id(leaf)] = (leaf[part] if has_rows else leaf).clone()
+            is_split = has_rows(leaf) and len(leaf) == rows
+            if is_split and storage_address(leaf) in whole and leaf.stride(0):
+                is_split = False
+            copies[id(leaf)] = (leaf[part] if is_split else leaf).clone()
         return copies[id(leaf)]
 
     return tree_map_only(Tensor, copied, arguments)
@@ -73,7 +90,7 @@ def square_in(arguments: Any, rows: int) -> Tensor | None:
 
     Integer tensors, such as token ids, have rows. So does a tensor that is the only one with this number of rows.
     """
-    having = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor) and leaf.shape[:1] == (rows,)]
+    having = [leaf for leaf in tree_leaves(arguments) if has_rows(leaf) and len(leaf) == rows]
     squares = [leaf for leaf in having if leaf.shape == (rows, rows)]
     masks = [leaf for leaf in squares if leaf.is_floating_point() or leaf.dtype == torch.bool]
     return masks[-1] if masks and len(having) > 1 else None

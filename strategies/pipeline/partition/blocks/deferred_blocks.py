@@ -138,6 +138,8 @@ class DeferredBlocks:
         """The training step in progress, which may call the blocks itself."""
         self._rows: dict[Any, tuple[Rows | None, str]] = {}
         """Which values have rows, or why this is not clear, by the arguments of all blocks and their kinds."""
+        self._seen: dict[Any, dict[tuple[int, int], bool]] = {}
+        """Whether a slot had rows at a size of its first dimension, by the arguments of all blocks."""
         self._left_out: dict[bytes, list[int]] = {}
         """For each plan, the tensors in the output of the last block that cannot be joined over micro-batches."""
         self._split: Rows | None = None
@@ -305,6 +307,12 @@ class DeferredBlocks:
             if key not in self._rows:
                 self._rows[key] = self._evidence(calls, outer, rows)
             found, why = self._rows[key]
+            if found is not None and (slot := self._contradicted(calls, found)) is not None:
+                found = None
+                why = (
+                    f"whether {calls.describe(slot)} has one row per sample differs between batches. Give the model "
+                    "a tensor that all rows share as NoChunk (from strategies.pipeline import NoChunk)"
+                )
             if found is not None and not torch.is_grad_enabled() and not found.joins(calls.returned):
                 return None
             if found is not None:
@@ -320,6 +328,16 @@ class DeferredBlocks:
             f"it is not clear how to split the batch into micro-batches: {why}. Use schedule='1f1b', which runs the "
             "model once per micro-batch."
         )
+
+    def _contradicted(self, calls: DeferredCalls, found: Rows) -> int | None:
+        """Return a slot with rows that had as many entries, but no rows, in a batch of another size, or the reverse."""
+        if len(self._seen) > _MANY:
+            self._seen.clear()
+        seen = self._seen.setdefault(calls.users(), {})
+        for slot, (leaf, has_rows) in enumerate(zip(calls.table, found.table, strict=True)):
+            if isinstance(leaf, Tensor) and leaf.dim() and seen.setdefault((slot, len(leaf)), has_rows) != has_rows:
+                return slot
+        return None
 
     def _calls_in_progress(self) -> list[_OuterCall]:
         return self._outer_calls + ([self._step] if self._step is not None else [])
@@ -344,9 +362,11 @@ class DeferredBlocks:
         arguments = pack_objects(outer.arguments)
         if (square := square_in(arguments, rows)) is not None:
             return None, f"the model got a tensor of shape {list(square.shape)}, which may have rows or positions"
+        assert self._model is not None
+        own = [*self._model.parameters(), *self._model.buffers()]
         half, why = max(1, rows // 2), ""
         for part in (slice(0, half), slice(rows - half, rows)):
-            probe = self._probe(outer, with_rows(arguments, rows, part))
+            probe = self._probe(outer, with_rows(arguments, rows, part, own))
             if isinstance(probe, str):
                 why = why or f"the model fails when it is called with half of the rows ({probe})"
                 continue

@@ -189,7 +189,7 @@ def _are_rows(column: Sequence[Tensor], rows: Sequence[int], shared: Sequence[Te
         return False
     if len(set(rows)) == 1 and len(first) != rows[0] and first.shape[1:2] == (rows[0],):
         return False
-    places = {_address(part) and (_address(part), part.storage_offset()) for part in column}
+    places = {storage_address(part) and (storage_address(part), part.storage_offset()) for part in column}
     if len(places) == 1 and places != {None} and len(first) > 1 and first.stride(0):  # not expanded to many rows
         return False
     return not any(all(part.shape == one.shape and torch.equal(part, one) for part in column) for one in shared)
@@ -459,20 +459,21 @@ def _counted_apart(batch: Any) -> frozenset[int]:
     tensors = [value for _, value in _walk(batch, "batch") if isinstance(value, Tensor)]
     tensors = [tensor for tensor in tensors if tensor.layout is torch.strided and not tensor.is_nested]
     with without_torch_function():
-        users = Counter(map(_address, tensors))
+        users = Counter(map(storage_address, tensors))
         return frozenset(
             id(tensor)
             for tensor in tensors
             if type(tensor) is Tensor
             and not tensor.requires_grad
             and not tensor.is_inference()
-            and users[_address(tensor)] == 1
+            and users[storage_address(tensor)] == 1
             and tensor.untyped_storage().nbytes() == tensor.nbytes
             and not _may_overlap(tensor)
         )
 
 
-def _address(tensor: Tensor) -> int | None:
+def storage_address(tensor: Tensor) -> int | None:
+    """Return the address of the memory of a tensor, which its views share; ``None`` if there is none."""
     try:
         return tensor.untyped_storage().data_ptr()
     except RuntimeError:  # a subclass that wraps other tensors has no memory

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import zeros
 
-from strategies.pipeline.partition.blocks.batch_rows import are_rows, decide, kinds_of, num_rows, with_rows
+from strategies.pipeline.partition.blocks.batch_rows import are_rows, decide, kinds_of, num_rows, square_in, with_rows
+from strategies.pipeline.stage.microbatch.split import NoChunk
 
 
 @pytest.mark.parametrize(
@@ -68,3 +69,12 @@ def test_fewer_rows_are_a_copy_in_which_the_same_tensor_is_the_same() -> None:
     assert first is again and first.shape == (2, 2)
     first.add_(1), whole.add_(1)
     assert not x.any() and not bias.any()
+
+
+def test_marked_tensors_and_weights_of_the_model_have_no_rows() -> None:
+    weight, cls = torch.nn.Parameter(zeros(4, 4)), torch.nn.Parameter(zeros(1, 2))
+    given = [zeros(4, 2), NoChunk(zeros(4, 2)), weight, weight.t(), weight[:, :2], cls.expand(4, -1), weight * 2]
+    assert num_rows([zeros(3, 2), NoChunk(zeros(4, 2)), NoChunk(zeros(4))]) == 3
+    assert square_in([zeros(4, 2), NoChunk(zeros(4, 4))], 4) is None
+    fewer = with_rows(given, 4, slice(2), [weight, cls])
+    assert [len(tensor) for tensor in fewer] == [2, 4, 4, 4, 4, 2, 2]

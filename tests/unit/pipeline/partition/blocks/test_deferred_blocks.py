@@ -733,6 +733,46 @@ def test_a_square_mask_may_be_of_rows_or_of_positions() -> None:
     assert found[0][:3] == [True, False, False]
 
 
+class Prompted(Loop):
+    """Gives its blocks a tensor that all rows share."""
+
+    def __init__(self) -> None:
+        super().__init__([Heads(), Heads()], looping)
+        self.prompt = nn.Parameter(torch.arange(24.0).reshape(6, 4))
+
+    def forward(self, x: Tensor, prompt: Tensor) -> Any:
+        hidden, prompt = self.embed(x), prompt * 2
+        for block in self.blocks:
+            hidden = block(hidden, prompt)
+        return hidden
+
+
+@pytest.mark.parametrize("given", [lambda prompt: NoChunk(prompt * 1), lambda prompt: prompt])
+def test_a_shared_argument_with_as_many_entries_as_rows_is_not_split(given: Callable[[Tensor], Tensor]) -> None:
+    model = Prompted()
+    expected = model(ROWS, given(model.prompt))
+    with split_in_two(model) as found:
+        torch.testing.assert_close(model(ROWS, given(model.prompt)), expected)
+    assert found[0][:2] == [True, False]
+
+
+@pytest.mark.parametrize("sizes", [(4, 6), (6, 4)])
+def test_a_shared_argument_with_as_many_entries_as_rows_is_known_from_other_batches(sizes: tuple[int, int]) -> None:
+    model = Prompted()
+    first, second = (ROWS[:size] for size in sizes)
+    expected = model(second, model.prompt * 1)
+    with split_in_two(model) as found:
+        model(first, model.prompt * 1)
+        with pytest.raises(RuntimeError, match=r"argument '1' \(shape \[6, 4\]\) of block blocks.0 .* as NoChunk"):
+            model(second, model.prompt * 1)
+        with torch.no_grad():
+            torch.testing.assert_close(model(second, model.prompt * 1), expected)
+    assert found[-1] is None
+    with split_in_two(model):
+        for rows in (first, second):
+            model(rows, NoChunk(model.prompt * 1))
+
+
 def test_arguments_that_change_in_inference_mode_are_noticed() -> None:
     def changes(model: Loop, hidden: Tensor) -> Tensor:
         bias = model.bias + 0
