@@ -60,15 +60,18 @@ def unchanged(modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter] =
     Restores the attributes of the modules and of objects of user code, the entries of lists, dicts, sets and deques,
     the variables that functions of user code share with the code around them, the values of tensors and NumPy arrays,
     and the states of random number generators. Within the context, copies replace the buffers and the values of the
-    given parameters. The values of other parameters are not restored.
+    given parameters. The values of other parameters are not restored. A lazy module keeps what its first call makes of
+    it.
     """
-    listed = list(modules)
+    whole = list(modules)
+    listed = [m for m in whole if not any(map(is_lazy, [*m._parameters.values(), *m._buffers.values()]))]
     buffers = [module._buffers for module in listed]
     packages = {_package_of(type(module).__module__) for module in listed}
     restores = _saved_all([vars(module) for module in listed], buffers, packages)
-    restores += [partial(setattr, m, "training", m.training) for m in listed if isinstance(m, torch.jit.ScriptModule)]
+    apart = {*whole}.difference(listed) | {m for m in listed if isinstance(m, torch.jit.ScriptModule)}
+    restores += [partial(setattr, module, "training", module.training) for module in apart]
     copies: dict[int, Tensor] = {}
-    values = {parameter: parameter.data for parameter in parameters if not is_lazy(parameter)}
+    values = {p: p.data for p in parameters if not (is_lazy(p) or p.is_inference())}
     try:
         for parameter, before in values.items():
             parameter.data = before.clone()  # also for code that changes ``parameter.data``, which counts no change

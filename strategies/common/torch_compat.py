@@ -220,7 +220,8 @@ backward_hooks = attrgetter("_backward_pre_hooks", "_backward_hooks")
 def give_parameters(replica: nn.Module) -> None:
     """Make ``parameters()`` of a copy of ``DataParallel`` return its weights, which torch keeps as plain attributes."""
     for module in replica.modules():
-        module._parameters.update(vars(module)["_former_parameters"])
+        if not isinstance(module, torch.jit.ScriptModule):
+            module._parameters.update(vars(module)["_former_parameters"])
 
 
 def state_dict_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:

@@ -7,7 +7,11 @@ from typing import Any
 from torch.utils.data import IterableDataset, Sampler
 
 from strategies.common.patching import saved_attributes
-from strategies.lightning.compat import DatasetSamplerWrapper, wrapped_sampler
+from strategies.lightning.compat import (
+    DatasetSamplerWrapper,
+    shutdown_workers_and_reset_iterator,
+    wrapped_sampler,
+)
 
 
 def owners_of_order(loader: Any) -> list[Any]:
@@ -28,12 +32,15 @@ def owners_of_order(loader: Any) -> list[Any]:
 
 @contextmanager
 def kept_order(loaders: Iterable[Any]) -> Iterator[None]:
-    """Context at whose end loaders have the order that they had before."""
+    """Context at whose end loaders have the order that they had before. Their workers end."""
+    listed = list(loaders)
     restores = [
-        restore for loader in loaders for owner in owners_of_order(loader) for restore in saved_attributes(owner)
+        restore for loader in listed for owner in owners_of_order(loader) for restore in saved_attributes(owner)
     ]
     try:
         yield
     finally:
         for restore in restores:
             restore()
+        for loader in listed:
+            shutdown_workers_and_reset_iterator(loader)

@@ -818,12 +818,14 @@ class Pipeline(NotCopyable):
         Buffers that this process uses too, such as those of one rotary embedding in all blocks, keep their values.
         """
         holder, last = Holder(remote), len(self.stages) - 1
-        elsewhere = [name for layers in self.stages[:-1] for name in layers._modules]
         for number, (model, module, stages, optimizers) in enumerate(self._all()):
             named = dict(module.named_parameters(remove_duplicate=False))
             own = [named[tie.names[min(tie.names)][0]] for tie in self._ties if tie.owner == last]
-            with without_layers(module, elsewhere):
-                keep = [*own, *model.buffers()]
+            theirs = {layer for layers in stages[:-1] for layer in layers.modules()}.difference(stages[-1].modules())
+            here = (
+                layer for layer in model.modules() if layer not in theirs
+            )  # a layer may have two names in the model
+            keep = [*own, *(buffer for layer in here for buffer in layer.buffers(recurse=False))]
             move_to_meta(stages[i], model, optimizers, keep=keep, stage=remote, module=number, device=self.device)
             holder.take(number, stages[i])
         return holder

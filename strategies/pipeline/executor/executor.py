@@ -375,6 +375,8 @@ class FillDrain:
         self._executor = executor
         self._evaluates_whole = False
         """Whether evaluations run the whole batch at once, because one had an output without rows."""
+        self._varying: set[str] = set()
+        """The names of outputs with another number of entries in each micro-batch."""
 
     def __call__(self, input: Any) -> Any:
         """Take the input of the ``forward`` of an ``nn.Sequential`` and return its output.
@@ -387,7 +389,7 @@ class FillDrain:
         given = pack_objects(input, NoChunk)
         inputs = split(given, 1 if evaluates and self._evaluates_whole else self._executor.settings.microbatches)
         outputs = self.run(inputs)
-        found = without_rows(outputs, given, inputs) if len(inputs) > 1 else None
+        found = without_rows(outputs, given, inputs, self._varying) if len(inputs) > 1 else None
         if found is not None and evaluates:
             self._evaluates_whole = True
             outputs = self.run(split(given, 1))

@@ -111,8 +111,9 @@ def test_a_step_may_use_the_parameters_of_its_replica(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(import_module("torch.nn.parallel.replicate"), "_broadcast_coalesced_reshape", copied)
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    replicas = _UngatheredReplicas(model).replicate(model, [0, 1])
-    for replica in replicas:
+    whole = nn.Sequential(model, torch.jit.script(nn.Linear(3, 3)))  # torch leaves it without parameters
+    replicas = _UngatheredReplicas(whole).replicate(whole, [0, 1])
+    for replica in (own[0] for own in replicas):
         assert [name for name, _ in replica.named_parameters()] == [name for name, _ in model.named_parameters()]
         torch.stack([parameter.pow(2).sum() for parameter in replica.parameters()]).sum().backward()
     for parameter in model.parameters():

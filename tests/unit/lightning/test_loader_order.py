@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
+from strategies.lightning.compat import shutdown_workers_and_reset_iterator
 from strategies.lightning.loader_order import kept_order
 
 NUMBERS = range(20)
@@ -54,3 +55,11 @@ def test_a_loader_has_the_same_order_after_a_kept_one(kind: str) -> None:
         next(iter(loader))
     assert [*map(str, loader)] == [*map(str, other)]
     assert [*map(str, loader)] == [*map(str, other)]
+
+
+def test_workers_that_have_run_before_may_end_within_it() -> None:
+    loader = LOADERS["workers"]()
+    next(iter(loader))
+    with kept_order([loader]):
+        shutdown_workers_and_reset_iterator(loader)
+    assert sorted(map(int, loader)) == [*NUMBERS]

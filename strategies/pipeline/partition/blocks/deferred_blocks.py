@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from typing import Any
 
 import torch
@@ -365,8 +365,9 @@ class DeferredBlocks:
         assert self._model is not None
         own = [*self._model.parameters(), *self._model.buffers()]
         half, why = max(1, rows // 2), ""
-        for part in (slice(0, half), slice(rows - half, rows)):
-            probe = self._probe(outer, with_rows(arguments, rows, part, own))
+        parts = slice(0, half), slice(rows - half, rows)
+        for part, whole in product(parts, (own, [])):  # a batch may itself be a buffer
+            probe = self._probe(outer, with_rows(arguments, rows, part, whole))
             if isinstance(probe, str):
                 why = why or f"the model fails when it is called with half of the rows ({probe})"
                 continue

@@ -156,18 +156,20 @@ def merge(parts: list[Any]) -> Any:
     return tree_unflatten([_merge_leaves(list(column)) for column in columns], spec)
 
 
-def without_rows(parts: Sequence[Any], value: Any, inputs: Sequence[Any]) -> str | None:
+def without_rows(parts: Sequence[Any], value: Any, inputs: Sequence[Any], varying: set[str]) -> str | None:
     """Describe a tensor in the outputs of several micro-batches that does not have rows; ``None`` if there is none.
 
-    The first dimension of a tensor with rows is the same multiple of the number of rows in every micro-batch. If all
-    micro-batches have equally many rows, this also holds for some tensors without rows. Of these, such are found that
-    are one tensor for all micro-batches, such as a weight or a :class:`NoChunk`, and such whose second dimension is the
-    number of rows, as in ``[length, batch, features]``.
+    The first dimension of a tensor with rows is the same multiple of the number of rows in every micro-batch, or
+    differs between micro-batches with equally many rows, as that of ``hidden[mask]`` does. If all micro-batches have
+    equally many rows, the former also holds for some tensors without rows. Of these, such are found that are one tensor
+    for all micro-batches, such as a weight or a :class:`NoChunk`, and such whose second dimension is the number of rows
+    and differs from the first, as in ``[length, batch, features]``.
 
     Args:
         parts: The outputs of the micro-batches.
         value: The input of the whole batch.
         inputs: The inputs of the micro-batches, as split from ``value``.
+        varying: The names of tensors whose number of entries has differed between such micro-batches; is extended.
     """
     leaves = tree_leaves(value)
     shared = [plain(leaf) for leaf in leaves if isinstance(leaf, NoChunk)]
@@ -176,9 +178,18 @@ def without_rows(parts: Sequence[Any], value: Any, inputs: Sequence[Any]) -> str
     names = _names(parts[0], tree_leaves(parts[0]), "output")
     for name, *column in zip(names, *map(tree_leaves, parts), strict=False):  # merge refuses different nestings
         tensors = all(isinstance(part, Tensor) and not part.is_nested for part in column)
-        if tensors and not _are_rows(column, rows, shared):
+        if tensors and _vary(column, rows):
+            varying.add(name)
+        if tensors and name not in varying and not _are_rows(column, rows, shared):
             return f"{name} of shape {list(column[0].shape)} for a micro-batch of {rows[0]} rows"
     return None
+
+
+def _vary(column: Sequence[Tensor], rows: Sequence[int]) -> bool:
+    """Whether each micro-batch has its own number of entries, and no second dimension that is its number of rows."""
+    if any(not part.dim() or part.shape[1:2] == (size,) for part, size in zip(column, rows, strict=True)):
+        return False
+    return len({(len(part), size) for part, size in zip(column, rows, strict=True)}) > len(set(rows))
 
 
 def _are_rows(column: Sequence[Tensor], rows: Sequence[int], shared: Sequence[Tensor]) -> bool:
@@ -190,7 +201,8 @@ def _are_rows(column: Sequence[Tensor], rows: Sequence[int], shared: Sequence[Te
     if len(set(rows)) == 1 and len(first) != rows[0] and first.shape[1:2] == (rows[0],):
         return False
     places = {storage_address(part) and (storage_address(part), part.storage_offset()) for part in column}
-    if len(places) == 1 and places != {None} and len(first) > 1 and first.stride(0):  # not expanded to many rows
+    is_one = len(places) == 1 and places.isdisjoint({0, None})
+    if is_one and len(first) > 1 and first.stride(0):  # not expanded to many rows
         return False
     return not any(all(part.shape == one.shape and torch.equal(part, one) for part in column) for one in shared)
 

@@ -163,6 +163,36 @@ def shared_buffers_of_workers() -> None:
         compare(fit(TurnsOnWorkers, strategy, 3, callbacks=[Assigns()]), single)
 
 
+class NamedTwice(TurnsOnWorkers):
+    """A layer has a second name, under which its buffers are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rotary = self.sequential_module[0].rotary
+        self.rotary.counts = True
+
+
+class Reads(Callback):
+    def __init__(self) -> None:
+        self.read: list[list[float]] = []
+
+    def on_train_batch_end(self, trainer: Any, model: Any, *_: Any) -> None:
+        names = ("rotary.scale", "sequential_module.0.rotary.scale")
+        self.read.append([model.rotary.scale.item(), *(model.state_dict()[name].item() for name in names)])
+
+
+def buffers_with_two_names() -> None:
+    one, reads = Reads(), Reads()
+    single = fit(NamedTwice, one_device(), 1, callbacks=[one])
+    pipelined = fit(NamedTwice, RPCSequentialStrategy([3, 3], microbatches=1), 2, callbacks=[reads])
+    compare(pipelined, single)
+    assert reads.read == one.read and one.read[0] != one.read[-1]
+
+
+def test_buffers_of_a_layer_with_two_names() -> None:
+    run(buffers_with_two_names)
+
+
 def test_buffers_of_a_module_that_two_workers_use() -> None:
     run(shared_buffers_of_workers)
 

@@ -136,7 +136,7 @@ class Traced(nn.Module):
         return [*tensors, self.seen, [*self.kept], *states, *[module.training for module in self.modules()]]
 
 
-@pytest.mark.parametrize(
+PROBES = pytest.mark.parametrize(
     "probe",
     [
         lambda model, example: input_of(model.layers, model, example),
@@ -144,12 +144,43 @@ class Traced(nn.Module):
     ],
     ids=["input", "order"],
 )
+
+
+@PROBES
 def test_what_runs_before_the_module_leaves_no_trace(probe: Callable[[nn.Module, Tensor], Any]) -> None:
     model = Traced()
     model.words.eval()
     before = model.state()
     probe(model, torch.arange(4))
     assert model.state() == before
+
+
+class Lazy(nn.Module):
+    """A lazy layer and one with inference tensors before the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lazy = nn.LazyLinear(3)
+        with torch.inference_mode():
+            self.frozen = nn.Linear(3, 3).requires_grad_(False)
+        self.layers, self.blocks = nn.Sequential(nn.Linear(3, 3)), nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            hidden = self.frozen(self.lazy(x))
+        hidden = self.layers(hidden)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
+
+
+@PROBES
+def test_lazy_layers_and_inference_tensors_before_the_module(probe: Callable[[nn.Module, Tensor], Any]) -> None:
+    model, example = Lazy(), torch.ones(2, 4)
+    probe(model, example)
+    probe(model, example)
+    assert model(example).shape == (2, 3)
+    assert model.lazy.training
 
 
 @pytest.mark.parametrize(("order", "found"), [([0, 1, 2], False), ([2, 1, 0], True), ([1, 2, 0], False)])

@@ -756,6 +756,14 @@ def test_a_shared_argument_with_as_many_entries_as_rows_is_not_split(given: Call
     assert found[0][:2] == [True, False]
 
 
+def test_a_batch_may_be_a_buffer_of_the_model() -> None:
+    model = Loop([Block(), Block()], looping)
+    model.register_buffer("points", ROWS)
+    expected = model(model.points)
+    with split_in_two(model):
+        torch.testing.assert_close(model(model.points), expected)
+
+
 @pytest.mark.parametrize("sizes", [(4, 6), (6, 4)])
 def test_a_shared_argument_with_as_many_entries_as_rows_is_known_from_other_batches(sizes: tuple[int, int]) -> None:
     model = Prompted()

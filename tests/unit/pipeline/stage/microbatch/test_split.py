@@ -119,6 +119,7 @@ WEIGHT = nn.Parameter(torch.randn(6, 4))
         (lambda x: torch.zeros(3, 4), None),  # as of a new head, or a mask of ones
         (lambda x: WEIGHT[:1].expand(3, -1), None),
         (lambda x: x.repeat_interleave(5, dim=0), None),  # such as one row per token
+        (lambda x: x[:, :0], None),
         (lambda x: x.sum(0), [4]),
         (lambda x: x.sum(), []),
         (lambda x: x[None].expand(5, -1, -1), [5, 3, 4]),
@@ -129,14 +130,25 @@ WEIGHT = nn.Parameter(torch.randn(6, 4))
 def test_outputs_without_rows_are_found(output: Callable[[Tensor], Tensor], shape: list[int] | None) -> None:
     value = torch.randn(9, 4), NoChunk(torch.arange(6.0))
     inputs = split(value, 3)
-    found = without_rows([{"x": x, "other": output(x)} for x, _ in inputs], value, inputs)
+    found = without_rows([{"x": x, "other": output(x)} for x, _ in inputs], value, inputs, set())
     assert found == (None if shape is None else f"output['other'] of shape {shape} for a micro-batch of 3 rows")
 
 
 def test_micro_batches_of_different_sizes_tell_the_rows() -> None:
     inputs = split(torch.randn(5, 3), 2)
-    assert without_rows([part.repeat(2, 1) for part in inputs], torch.zeros(5, 3), inputs) is None
-    assert without_rows([torch.randn(6, 3)] * 2, torch.zeros(5, 3), inputs) is not None
+    assert without_rows([part.repeat_interleave(2, 0) for part in inputs], torch.zeros(5, 3), inputs, set()) is None
+    assert without_rows([torch.randn(6, 3)] * 2, torch.zeros(5, 3), inputs, set()) is not None
+
+
+def test_selected_rows_are_known_by_their_varying_number() -> None:
+    value, varying = torch.zeros(6, 3), set[str]()
+    inputs = split(value, 2)
+    assert without_rows([torch.zeros(4, 2), torch.zeros(4, 2)], value, inputs, varying) is not None
+    assert (
+        without_rows([torch.zeros(4, 3, 2), torch.zeros(5, 3, 2)], value, inputs, varying) is not None
+    )  # [length, b, …]
+    assert without_rows([torch.zeros(4, 2), torch.zeros(5, 2)], value, inputs, varying) is None
+    assert without_rows([torch.zeros(4, 2), torch.zeros(4, 2)], value, inputs, varying) is None
 
 
 @pytest.mark.parametrize(
