@@ -64,7 +64,7 @@ def unchanged(modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter] =
     it.
     """
     whole = list(modules)
-    listed = [m for m in whole if not any(map(is_lazy, [*m._parameters.values(), *m._buffers.values()]))]
+    listed = [m for m in whole if not any(map(is_lazy, [*m.parameters(recurse=False), *m.buffers(recurse=False)]))]
     buffers = [module._buffers for module in listed]
     packages = {_package_of(type(module).__module__) for module in listed}
     restores = _saved_all([vars(module) for module in listed], buffers, packages)
